@@ -1,0 +1,195 @@
+"""The Python API: numbers, groups and meshes in, one operator call out. Everything here traces under Dynamo."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ppo_ops.ops.schemas import accumulation_dtype
+
+Group = Any  # ProcessGroup | 1-D DeviceMesh | group name | None
+
+
+def group_name_of(group: Group) -> str:
+    """Name of the process group that shares the vocabulary; "" for None, that is logits hold all of it.
+
+    Args:
+        group: ProcessGroup, 1-D DeviceMesh, the name of a group, or None.
+
+    Raises:
+        TypeError: for anything else, also for the placeholder that `new_group` returns on ranks outside the group.
+        ValueError: for a DeviceMesh of more than one dimension.
+    """
+    if group is None:
+        return ""
+    if isinstance(group, str):
+        return group
+    if dist.is_available():
+        if isinstance(group, dist.ProcessGroup):
+            return str(group.group_name)
+        from torch.distributed.device_mesh import DeviceMesh
+
+        if isinstance(group, DeviceMesh):
+            if group.ndim != 1:
+                raise ValueError(f"group must be a 1-D DeviceMesh, got {group.ndim} dimensions; pass mesh['name']")
+            return str(group.get_group().group_name)
+    raise TypeError(f"group must be a ProcessGroup, a 1-D DeviceMesh, a group name or None, got {type(group)}")
+
+
+def _temperature_tensor(temperature: float | Tensor, logits: Tensor) -> Tensor | None:
+    """Temperature as the operators take it; None for the number 1, which then costs nothing."""
+    if isinstance(temperature, Tensor):
+        return temperature
+    if not isinstance(temperature, (int, float)):
+        raise TypeError(f"temperature must be a number or a tensor, got {type(temperature)}")
+    if not temperature > 0:
+        raise ValueError(f"temperature must be > 0, got {temperature}")
+    if torch.compiler.is_compiling():
+        from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+        # A guard on a traced number being 1 would recompile each time that it becomes 1 or ceases to be.
+        is_one = statically_known_true(temperature == 1.0)
+    else:
+        is_one = temperature == 1.0
+    if is_one:
+        return None
+    # `ones() * number` and not `full((), number)`: Inductor turns the former's number into a graph input and
+    # recompiles the latter for each value (torch 2.13).
+    return torch.ones((), dtype=accumulation_dtype(logits), device=logits.device) * temperature
+
+
+def _plain(name: str, tensor: Tensor | None) -> None:
+    if tensor is not None and not isinstance(tensor, Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(tensor)}")
+
+
+def logprob_entropy(
+    logits: Tensor,
+    target: Tensor,
+    keep_mask: Tensor | None = None,
+    *,
+    temperature: float | Tensor = 1.0,
+    ignore_index: int = -100,
+    vocab_size: int | None = None,
+    vocab_start: int | None = None,
+    group: Group = None,
+) -> tuple[Tensor, Tensor]:
+    """Computes the log-probability of each target token and the entropy of each row, from logits.
+
+        z = logits / T        lse = log sum_v e^z_v        p = e^(z - lse)
+        log_prob = z_target - lse_kept                     (lse over the kept set; over all without one)
+        entropy  = lse - sum_v p_v z_v                     (nats, always over the whole vocabulary)
+
+    Args:
+        logits: ``[..., V_local]`` float16, bfloat16, float32 or float64; any leading shape and strides. This rank's
+            columns where a `group` shares the vocabulary, else all of it.
+        target: ``[...]`` any integer dtype, global token ids.
+        keep_mask: ``[..., V_local]`` bool, True keeps. Restricts log_prob to the kept set; the target is always kept.
+        temperature: > 0; a number, or a float32 tensor, 0-dim or shaped like target.
+        ignore_index: rows with this target give 0, get a zero gradient, and their logits are not read.
+        vocab_size: columns whose global id is not below it are padding and count as absent.
+        vocab_start: global id of this rank's first column; default ``rank * V_local``. Pass it for uneven shards.
+        group: ProcessGroup, 1-D DeviceMesh or group name that shares the vocabulary in group-rank order; None where
+            logits hold all of it.
+
+    Returns:
+        log_prob, entropy: ``[...]`` float32 (float64 for float64 logits), the same bits on every rank of the group.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what was expected and what came.
+        IndexError: on the CPU, the first row whose target is outside the vocabulary and not `ignore_index`. On other
+            devices, where a host check would cost a synchronisation, the log_prob of that row is NaN.
+
+    Cost:
+        One all-gather of 4 numbers a row in forward (6 with a kept set, none for one rank), none in backward. Saves
+        the logits themselves and 4 or 6 numbers a row. Forward reads the logits once; backward reads them once and
+        writes the gradient once.
+
+    Numerics:
+        Accumulates in float32 (float64 for float64 logits) relative to the row maximum; -inf logits contribute 0; a
+        NaN or +inf logit, or a row of only -inf, gives NaN in that row alone. A row's bits depend on that row alone.
+
+    Gradient:
+        Of logits, in their dtype, rounded once. A zero upstream gradient gives an exactly zero row. Differentiating
+        twice raises RuntimeError.
+
+    Example:
+        >>> import torch, ppo_ops
+        >>> logits = torch.tensor([[0.0, 0.0, -torch.inf]])
+        >>> log_prob, entropy = ppo_ops.logprob_entropy(logits, torch.tensor([1]))
+        >>> print(f"{log_prob.item():.4f} {entropy.item():.4f}")
+        -0.6931 0.6931
+
+    Source:
+        slime pull request 2144 (one autograd function for both); arXiv:1805.02867 (online softmax).
+    """
+    _plain("logits", logits)
+    _plain("target", target)
+    return torch.ops.ppo.logprob_entropy(  # type: ignore[no-any-return]
+        logits,
+        target,
+        keep_mask,
+        temperature=_temperature_tensor(temperature, logits),
+        ignore_index=ignore_index,
+        vocab_size=vocab_size,
+        vocab_start=vocab_start,
+        group_name=group_name_of(group),
+    )
+
+
+def logprob(
+    logits: Tensor,
+    target: Tensor,
+    keep_mask: Tensor | None = None,
+    *,
+    temperature: float | Tensor = 1.0,
+    ignore_index: int = -100,
+    vocab_size: int | None = None,
+    vocab_start: int | None = None,
+    group: Group = None,
+) -> Tensor:
+    """Computes the log-probability of each target token: `logprob_entropy` without the entropy and its cost.
+
+        log_prob = z_target - log sum_{v kept} e^z_v        z = logits / T        (nats)
+
+    Args:
+        logits, target, keep_mask, temperature, ignore_index, vocab_size, vocab_start, group: as `logprob_entropy`.
+
+    Returns:
+        log_prob: ``[...]`` float32 (float64 for float64 logits), the same bits on every rank of the group.
+
+    Raises:
+        As `logprob_entropy`.
+
+    Cost:
+        One all-gather of 3 numbers a row in forward, also with a kept set, none in backward; the rest as
+        `logprob_entropy`.
+
+    Numerics, Gradient:
+        As `logprob_entropy`; with a kept set only kept logits matter, so a NaN in a dropped column has no effect.
+
+    Example:
+        >>> import torch, ppo_ops
+        >>> logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]])
+        >>> keep = torch.tensor([[True, True, False, False]])
+        >>> print(f"{ppo_ops.logprob(logits, torch.tensor([0]), keep).item():.4f}")
+        -0.3133
+
+    Source:
+        As `logprob_entropy`.
+    """
+    _plain("logits", logits)
+    _plain("target", target)
+    return torch.ops.ppo.logprob(  # type: ignore[no-any-return]
+        logits,
+        target,
+        keep_mask,
+        temperature=_temperature_tensor(temperature, logits),
+        ignore_index=ignore_index,
+        vocab_size=vocab_size,
+        vocab_start=vocab_start,
+        group_name=group_name_of(group),
+    )

@@ -1,0 +1,5 @@
+"""The operators of `torch.ops.ppo`; importing this package registers them."""
+
+from ppo_ops.ops import logits_grad, logprob_entropy, vocab_stats
+
+__all__ = ["logits_grad", "logprob_entropy", "vocab_stats"]

@@ -1,0 +1,112 @@
+"""Validation of the public operators' arguments.
+
+It runs in the composite operator, above the fake kernels and the real ones, so both raise the same errors; every
+message names the argument, what was expected and what came. Sizes may be symbolic: `torch._check*` then adds a guard or
+a run-time assertion instead of failing.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ppo_ops.ops.groups import group_size
+
+LOGITS_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+TARGET_DTYPES = (
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.uint8,
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
+)
+
+
+def _names(dtypes: tuple[torch.dtype, ...]) -> str:
+    return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+
+
+def _check_shape(name: str, tensor: Tensor, shape: tuple[int | torch.SymInt, ...], meaning: str) -> None:
+    def message() -> str:
+        return f"{name} must have the shape {meaning} {tuple(shape)}, got {tuple(tensor.shape)}"
+
+    torch._check_value(tensor.dim() == len(shape), message)
+    for size, expected in zip(tensor.shape, shape, strict=True):
+        torch._check_value(size == expected, message)
+
+
+def _check_device(name: str, tensor: Tensor, logits: Tensor) -> None:
+    torch._check_value(
+        tensor.device == logits.device,
+        lambda: f"{name} must be on the device of logits ({logits.device}), got {tensor.device}",
+    )
+
+
+def check_arguments(
+    logits: Tensor,
+    target: Tensor,
+    keep_mask: Tensor | None,
+    temperature: Tensor | None,
+    vocab_size: int | None,
+    vocab_start: int | None,
+    group_name: str,
+) -> None:
+    """Raise `TypeError` or `ValueError` for anything that the stages could not compute rightly."""
+    torch._check_type(
+        logits.dtype in LOGITS_DTYPES, lambda: f"logits must be one of {_names(LOGITS_DTYPES)}, got {logits.dtype}"
+    )
+    torch._check_value(logits.dim() >= 1, lambda: "logits must have the shape [..., V_local], got a 0-dim tensor")
+    torch._check_type(target.dtype in TARGET_DTYPES, lambda: f"target must have an integer dtype, got {target.dtype}")
+    rows = logits.shape[:-1]
+    _check_shape("target", target, rows, "of logits without the last dimension")
+    _check_device("target", target, logits)
+    if keep_mask is not None:
+        torch._check_type(keep_mask.dtype == torch.bool, lambda: f"keep_mask must be bool, got {keep_mask.dtype}")
+        _check_shape("keep_mask", keep_mask, logits.shape, "of logits")
+        _check_device("keep_mask", keep_mask, logits)
+    if temperature is not None:
+        _check_temperature(temperature, logits, target)
+    _check_vocabulary(logits, vocab_size, vocab_start, group_name)
+
+
+def _check_temperature(temperature: Tensor, logits: Tensor, target: Tensor) -> None:
+    allowed = (torch.float32, torch.float64) if logits.dtype == torch.float64 else (torch.float32,)
+    torch._check_type(
+        temperature.dtype in allowed,
+        lambda: f"temperature must be {_names(allowed)} for {logits.dtype} logits, got {temperature.dtype}",
+    )
+    if temperature.dim() > 0:
+        _check_shape("temperature", temperature, target.shape, "() or that of target")
+    _check_device("temperature", temperature, logits)
+    torch._check_value(
+        not (temperature.requires_grad and torch.is_grad_enabled()),
+        lambda: "temperature must not require grad: its gradient is not computed; pass temperature.detach()",
+    )
+
+
+def _check_vocabulary(logits: Tensor, vocab_size: int | None, vocab_start: int | None, group_name: str) -> None:
+    size = group_size(group_name)
+    width = logits.shape[-1]
+    if vocab_size is not None:
+        torch._check_value(vocab_size >= 1, lambda: f"vocab_size must be at least 1, got {vocab_size}")
+        if vocab_start is None:
+            torch._check_value(
+                vocab_size <= size * width,
+                lambda: (
+                    f"vocab_size must be at most the {size * width} columns that the {size} ranks of the group "
+                    f"hold together, got {vocab_size}"
+                ),
+            )
+    if vocab_start is not None:
+        torch._check_value(vocab_start >= 0, lambda: f"vocab_start must not be negative, got {vocab_start}")
+        if not group_name:
+            torch._check_value(
+                vocab_start == 0,
+                lambda: (
+                    f"vocab_start must be 0 without a group, because logits then hold the whole vocabulary; got "
+                    f"{vocab_start}"
+                ),
+            )

@@ -1,0 +1,84 @@
+"""Backward: gradient of both outputs in one pass over the logits.
+
+    z = (x - row_max) / T - log_sum        p = e^z        p_kept likewise on the kept set, 0 off it
+    grad = [ g_lp (1[v = target] - p_kept) - g_H p (z + H) ] / T
+
+Shapes: logits and grad_logits ``[..., V_local]``, normalizers ``[K, N]``, upstream gradients shaped like target, any
+strides. One read, one write, no collective. A zero upstream gradient gives an exactly zero row even where the row's
+statistics are NaN, and that row is not read.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from ppo_ops.kernels import cpu
+from ppo_ops.ops.groups import shard
+from ppo_ops.ops.schemas import REGISTRY
+
+
+@REGISTRY.fake("_logits_grad")
+def _fake(
+    logits: Tensor,
+    target: Tensor,
+    keep_mask: Tensor | None,
+    temperature: Tensor | None,
+    normalizers: Tensor,
+    grad_log_prob: Tensor | None,
+    grad_entropy: Tensor | None,
+    ignore_index: int,
+    vocab_size: int | None,
+    vocab_start: int | None,
+    group_name: str,
+) -> Tensor:
+    return logits.new_empty(logits.shape)
+
+
+def _flat(grad: Tensor | None, normalizers: Tensor) -> Tensor | None:
+    return None if grad is None else grad.reshape(-1).to(normalizers.dtype)
+
+
+@REGISTRY.impl("_logits_grad", "CPU")
+def _cpu(
+    logits: Tensor,
+    target: Tensor,
+    keep_mask: Tensor | None,
+    temperature: Tensor | None,
+    normalizers: Tensor,
+    grad_log_prob: Tensor | None,
+    grad_entropy: Tensor | None,
+    ignore_index: int,
+    vocab_size: int | None,
+    vocab_start: int | None,
+    group_name: str,
+) -> Tensor:
+    where = shard(logits, vocab_size, vocab_start, group_name, None)
+    grad_logits = logits.new_empty(logits.shape)
+    cpu.logits_grad(
+        logits,
+        target.reshape(-1).to(torch.int64),
+        keep_mask,
+        None if temperature is None else temperature.reshape(-1),
+        normalizers,
+        _flat(grad_log_prob, normalizers),
+        _flat(grad_entropy, normalizers),
+        grad_logits,
+        ignore_index,
+        where.start,
+        where.columns,
+    )
+    return grad_logits
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    pass
+
+
+@REGISTRY.autograd("_logits_grad", _setup_context)
+def _backward(ctx: Any, grad: Tensor) -> NoReturn:
+    raise RuntimeError(
+        "ppo::logprob and ppo::logprob_entropy cannot be differentiated twice: double backward is not implemented"
+    )

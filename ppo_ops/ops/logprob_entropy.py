@@ -1,0 +1,148 @@
+"""The composition: public operators, the core operator, its fake kernel and its autograd formula.
+
+    ppo::logprob, ppo::logprob_entropy    composite: validate, call the core; one node in an exported graph
+    ppo::_logprob_entropy                 core: stage 1, all-gather, merge; holds the autograd formula
+
+While AOTAutograd traces for a compiler, the core is decomposed into its stages, so that the compiler sees the
+collective and can order it: an opaque operator with a collective inside could deadlock against collectives that the
+compiler moves. While exporting it stays whole.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
+
+from ppo_ops.ops.checks import check_arguments
+from ppo_ops.ops.groups import group_size
+from ppo_ops.ops.logits_grad import _cpu as _logits_grad_cpu  # noqa: F401  (registers the stage)
+from ppo_ops.ops.merge_stats import all_gather_stats, fake_outputs, merge_stats
+from ppo_ops.ops.schemas import REGISTRY
+from ppo_ops.ops.vocab_stats import stats_per_row
+
+_CORE = torch.ops.ppo._logprob_entropy.default
+_VOCAB_STATS = torch.ops.ppo._vocab_stats.default
+_LOGITS_GRAD = torch.ops.ppo._logits_grad.default
+
+
+@REGISTRY.impl("logprob", "CompositeImplicitAutograd")
+def _logprob(
+    logits: Tensor,
+    target: Tensor,
+    keep_mask: Tensor | None = None,
+    *,
+    temperature: Tensor | None = None,
+    ignore_index: int = -100,
+    vocab_size: int | None = None,
+    vocab_start: int | None = None,
+    group_name: str = "",
+) -> Tensor:
+    check_arguments(logits, target, keep_mask, temperature, vocab_size, vocab_start, group_name)
+    where = (ignore_index, vocab_size, vocab_start, group_name)
+    log_prob: Tensor = _CORE(logits, target, keep_mask, temperature, *where, False)[0]
+    return log_prob
+
+
+@REGISTRY.impl("logprob_entropy", "CompositeImplicitAutograd")
+def _logprob_entropy(
+    logits: Tensor,
+    target: Tensor,
+    keep_mask: Tensor | None = None,
+    *,
+    temperature: Tensor | None = None,
+    ignore_index: int = -100,
+    vocab_size: int | None = None,
+    vocab_start: int | None = None,
+    group_name: str = "",
+) -> tuple[Tensor, Tensor]:
+    check_arguments(logits, target, keep_mask, temperature, vocab_size, vocab_start, group_name)
+    where = (ignore_index, vocab_size, vocab_start, group_name)
+    log_prob, entropy, _ = _CORE(logits, target, keep_mask, temperature, *where, True)
+    return log_prob, entropy
+
+
+@REGISTRY.impl("_logprob_entropy", "CompositeExplicitAutograd")
+def _core(
+    logits: Tensor,
+    target: Tensor,
+    keep_mask: Tensor | None,
+    temperature: Tensor | None,
+    ignore_index: int,
+    vocab_size: int | None,
+    vocab_start: int | None,
+    group_name: str,
+    with_entropy: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    size = group_size(group_name)
+    where = (ignore_index, vocab_size, vocab_start, group_name)
+    stats = _VOCAB_STATS(logits, target, keep_mask, temperature, *where, size, with_entropy)
+    gathered = all_gather_stats(stats, size, group_name)
+    outputs = merge_stats(gathered, target, temperature, ignore_index, with_entropy)
+    if vocab_start is not None and vocab_size is None and _is_real_on_cpu(logits):
+        _check_owned(target, outputs[2], ignore_index)
+    return outputs
+
+
+def _is_real_on_cpu(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu" and not isinstance(tensor, (FakeTensor, FunctionalTensor))
+
+
+def _check_owned(target: Tensor, normalizers: Tensor, ignore_index: int) -> None:
+    """Raise `IndexError` where no rank owns a target, for a vocabulary whose end no rank knows beforehand.
+
+    All ranks see the same merged numbers, so all of them raise. Inside a compiled graph such a row's log-prob is NaN.
+    """
+    flat_target = target.reshape(-1).to(torch.int64)
+    bad = normalizers[2].isnan() & ~normalizers[1].isnan() & (flat_target != ignore_index)
+    if bad.any():
+        row = int(bad.nonzero()[0])
+        raise IndexError(f"target must be on some rank's shard, got {int(flat_target[row])} in row {row}")
+
+
+@REGISTRY.fake("_logprob_entropy")
+def _fake(
+    logits: Tensor,
+    target: Tensor,
+    keep_mask: Tensor | None,
+    temperature: Tensor | None,
+    ignore_index: int,
+    vocab_size: int | None,
+    vocab_start: int | None,
+    group_name: str,
+    with_entropy: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return fake_outputs(logits, target, stats_per_row(keep_mask, with_entropy), with_entropy)
+
+
+@REGISTRY.torch_dispatch("_logprob_entropy", FunctionalTensorMode)
+def _decompose(mode: Any, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    if mode.export:
+        return mode.__torch_dispatch__(func, types, args, kwargs)
+    if any(not issubclass(t, (FakeTensor, FunctionalTensor)) and t is not Tensor for t in types):
+        return NotImplemented
+    with mode:
+        return _core(*args, **(kwargs or {}))
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    logits, target, keep_mask, temperature, *where, with_entropy = inputs
+    _, entropy, normalizers = output
+    ctx.mark_non_differentiable(*((normalizers,) if with_entropy else (entropy, normalizers)))
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(logits, target, keep_mask, temperature, normalizers)
+    ctx.where = where
+
+
+@REGISTRY.autograd("_logprob_entropy", _setup_context)
+def _backward(
+    ctx: Any, grad_log_prob: Tensor | None, grad_entropy: Tensor | None, grad_normalizers: None
+) -> tuple[Tensor | None, ...]:
+    grad_logits = None
+    if grad_log_prob is not None or grad_entropy is not None:
+        *saved, normalizers = ctx.saved_tensors
+        grad_logits = _LOGITS_GRAD(*saved, normalizers, grad_log_prob, grad_entropy, *ctx.where)
+    return (grad_logits, *(None,) * 8)

@@ -1,0 +1,103 @@
+"""Stage 1: one read of this rank's logits gives a few numbers a row.
+
+    stats[0] lp_max           max of x over the kept set (over all valid columns without one)
+    stats[1] lp_sum_exp       sum of e^((x - lp_max) / T) over the same columns
+    stats[2] target_logit     x at the target, NaN on a rank that does not own it
+    stats[3] sum_exp_shifted  sum of e^z z with z = (x - max) / T over all valid columns   (with entropy)
+    stats[4], stats[5]        max and sum_exp over all valid columns                       (with entropy and a kept set)
+
+``x`` are the raw logits in the accumulation dtype. Maxima stay undivided by the temperature: shifting comes first, so a
+common offset of 1e8 cancels before anything is rounded. Shapes: logits ``[..., V_local]``, stats ``[K, N]``.
+Source: the online softmax of Milakov and Gimelshein (arXiv:1805.02867), with block maxima that start at -inf.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from ppo_ops.kernels import cpu
+from ppo_ops.ops.groups import Shard, shard
+from ppo_ops.ops.schemas import REGISTRY, accumulation_dtype
+
+
+def stats_per_row(keep_mask: Tensor | None, with_entropy: bool) -> int:
+    """K: 3 numbers a row for log-prob, 4 with entropy, 6 with entropy and a kept set."""
+    if not with_entropy:
+        return 3
+    return 4 if keep_mask is None else 6
+
+
+@REGISTRY.fake("_vocab_stats")
+def _fake(
+    logits: Tensor,
+    target: Tensor,
+    keep_mask: Tensor | None,
+    temperature: Tensor | None,
+    ignore_index: int,
+    vocab_size: int | None,
+    vocab_start: int | None,
+    group_name: str,
+    group_size: int,
+    with_entropy: bool,
+) -> Tensor:
+    shape = (stats_per_row(keep_mask, with_entropy), target.numel())
+    return logits.new_empty(shape, dtype=accumulation_dtype(logits))
+
+
+def check_target(target: Tensor, ignore_index: int, where: Shard) -> None:
+    """Raise `IndexError` for the first target outside the vocabulary. Reads values, so only for the CPU."""
+    bad = (target < 0) if where.end is None else (target < 0) | (target >= where.end)
+    bad &= target != ignore_index
+    if bad.any():
+        row = int(bad.nonzero()[0])
+        bounds = "[0, vocabulary size)" if where.end is None else f"[0, {where.end})"
+        raise IndexError(
+            f"target must be in {bounds} or equal ignore_index ({ignore_index}), got {int(target[row])} in row {row}"
+        )
+
+
+def check_temperature_values(temperature: Tensor) -> None:
+    """Raise `ValueError` for the first temperature that is not positive. Reads values, so only for the CPU."""
+    bad = ~(temperature > 0)
+    if bad.any():
+        row = int(bad.nonzero()[0])
+        raise ValueError(f"temperature must be > 0, got {float(temperature[row])} in row {row}")
+
+
+@REGISTRY.impl("_vocab_stats", "CPU")
+def _cpu(
+    logits: Tensor,
+    target: Tensor,
+    keep_mask: Tensor | None,
+    temperature: Tensor | None,
+    ignore_index: int,
+    vocab_size: int | None,
+    vocab_start: int | None,
+    group_name: str,
+    group_size: int,
+    with_entropy: bool,
+) -> Tensor:
+    where = shard(logits, vocab_size, vocab_start, group_name, group_size)
+    flat_target = target.reshape(-1).to(torch.int64)
+    check_target(flat_target, ignore_index, where)
+    if temperature is not None:
+        temperature = temperature.reshape(-1)
+        check_temperature_values(temperature)
+    shape = (stats_per_row(keep_mask, with_entropy), flat_target.numel())
+    stats = logits.new_empty(shape, dtype=accumulation_dtype(logits))
+    cpu.vocab_stats(logits, flat_target, keep_mask, temperature, stats, ignore_index, where.start, where.columns)
+    return stats
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    pass
+
+
+@REGISTRY.autograd("_vocab_stats", _setup_context)
+def _backward(ctx: Any, grad_stats: Tensor) -> NoReturn:
+    raise RuntimeError(
+        "ppo::_vocab_stats is a stage without a gradient of its own: differentiate ppo::logprob or ppo::logprob_entropy"
+    )
