@@ -75,6 +75,7 @@ def logprob_entropy(
     ignore_index: int = -100,
     vocab_size: int | None = None,
     vocab_start: int | None = None,
+    inplace_backward: bool = False,
     group: Group = None,
 ) -> tuple[Tensor, Tensor]:
     """Computes the log-probability of each target token and the entropy of each row, from logits.
@@ -92,6 +93,9 @@ def logprob_entropy(
         ignore_index: rows with this target give 0, get a zero gradient, and their logits are not read.
         vocab_size: columns whose global id is not below it are padding and count as absent.
         vocab_start: global id of this rank's first column; default ``rank * V_local``. Pass it for uneven shards.
+        inplace_backward: the gradient overwrites the logits' own memory, so backward allocates none. Contiguous
+            non-leaf logits only. Any later use of the logits in backward (a second backward, another operator that
+            saved them) raises RuntimeError. Under torch.compile results are the same and the compiler plans the memory.
         group: ProcessGroup, 1-D DeviceMesh or group name that shares the vocabulary in group-rank order; None where
             logits hold all of it.
 
@@ -106,7 +110,7 @@ def logprob_entropy(
     Cost:
         One all-gather of 4 numbers a row in forward (6 with a kept set, none for one rank), none in backward. Saves
         the logits themselves and 4 or 6 numbers a row. Forward reads the logits once; backward reads them once and
-        writes the gradient once.
+        writes the gradient once, into new memory or, with `inplace_backward`, over the logits.
 
     Numerics:
         Accumulates in float32 (float64 for float64 logits) relative to the row maximum; -inf logits contribute 0; a
@@ -136,6 +140,7 @@ def logprob_entropy(
         ignore_index=ignore_index,
         vocab_size=vocab_size,
         vocab_start=vocab_start,
+        inplace_backward=inplace_backward,
         group_name=group_name_of(group),
     )
 
@@ -149,6 +154,7 @@ def logprob(
     ignore_index: int = -100,
     vocab_size: int | None = None,
     vocab_start: int | None = None,
+    inplace_backward: bool = False,
     group: Group = None,
 ) -> Tensor:
     """Computes the log-probability of each target token: `logprob_entropy` without the entropy and its cost.
@@ -156,7 +162,8 @@ def logprob(
         log_prob = z_target - log sum_{v kept} e^z_v        z = logits / T        (nats)
 
     Args:
-        logits, target, keep_mask, temperature, ignore_index, vocab_size, vocab_start, group: as `logprob_entropy`.
+        logits, target, keep_mask, temperature, ignore_index, vocab_size, vocab_start, inplace_backward, group: as
+            `logprob_entropy`.
 
     Returns:
         log_prob: ``[...]`` float32 (float64 for float64 logits), the same bits on every rank of the group.
@@ -191,5 +198,6 @@ def logprob(
         ignore_index=ignore_index,
         vocab_size=vocab_size,
         vocab_start=vocab_start,
+        inplace_backward=inplace_backward,
         group_name=group_name_of(group),
     )

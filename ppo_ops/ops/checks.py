@@ -52,6 +52,7 @@ def check_arguments(
     temperature: Tensor | None,
     vocab_size: int | None,
     vocab_start: int | None,
+    inplace_backward: bool,
     group_name: str,
 ) -> None:
     """Raise `TypeError` or `ValueError` for anything that the stages could not compute rightly."""
@@ -70,6 +71,26 @@ def check_arguments(
     if temperature is not None:
         _check_temperature(temperature, logits, target)
     _check_vocabulary(logits, vocab_size, vocab_start, group_name)
+    if inplace_backward and not torch.compiler.is_compiling():
+        _check_overwritable(logits)
+
+
+def _check_overwritable(logits: Tensor) -> None:
+    """In-place backward destroys the logits' memory: nobody else may own it, and each element must have its own."""
+    torch._check_value(
+        logits.is_contiguous(),
+        lambda: f"logits must be contiguous with inplace_backward, got strides {logits.stride()} for {logits.shape}",
+    )
+    if not (logits.requires_grad and torch.is_grad_enabled()):
+        return
+    kind = "a leaf" if logits.is_leaf else "a view of a leaf"
+    torch._check_value(
+        not (logits.is_leaf or (logits._base is not None and logits._base.is_leaf)),
+        lambda: (
+            f"logits must be an intermediate result with inplace_backward, whose values the gradient may "
+            f"overwrite; got {kind}"
+        ),
+    )
 
 
 def _check_temperature(temperature: Tensor, logits: Tensor, target: Tensor) -> None:

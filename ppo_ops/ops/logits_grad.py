@@ -37,12 +37,8 @@ def _fake(
     return logits.new_empty(logits.shape)
 
 
-def _flat(grad: Tensor | None, normalizers: Tensor) -> Tensor | None:
-    return None if grad is None else grad.reshape(-1).to(normalizers.dtype)
-
-
-@REGISTRY.impl("_logits_grad", "CPU")
-def _cpu(
+@REGISTRY.fake("_logits_grad_")
+def _fake_inplace(
     logits: Tensor,
     target: Tensor,
     keep_mask: Tensor | None,
@@ -54,9 +50,29 @@ def _cpu(
     vocab_size: int | None,
     vocab_start: int | None,
     group_name: str,
-) -> Tensor:
+) -> None:
+    return None
+
+
+def _flat(grad: Tensor | None, normalizers: Tensor) -> Tensor | None:
+    return None if grad is None else grad.reshape(-1).to(normalizers.dtype)
+
+
+def _write_cpu(
+    grad_logits: Tensor,
+    logits: Tensor,
+    target: Tensor,
+    keep_mask: Tensor | None,
+    temperature: Tensor | None,
+    normalizers: Tensor,
+    grad_log_prob: Tensor | None,
+    grad_entropy: Tensor | None,
+    ignore_index: int,
+    vocab_size: int | None,
+    vocab_start: int | None,
+    group_name: str,
+) -> None:
     where = shard(logits, vocab_size, vocab_start, group_name, None)
-    grad_logits = logits.new_empty(logits.shape)
     cpu.logits_grad(
         logits,
         target.reshape(-1).to(torch.int64),
@@ -70,7 +86,26 @@ def _cpu(
         where.start,
         where.columns,
     )
+
+
+@REGISTRY.impl("_logits_grad", "CPU")
+def _cpu(logits: Tensor, *args: Any) -> Tensor:
+    grad_logits = logits.new_empty(logits.shape)
+    _write_cpu(grad_logits, logits, *args)
     return grad_logits
+
+
+@REGISTRY.impl("_logits_grad_", "CPU")
+def _cpu_inplace(logits: Tensor, *args: Any) -> None:
+    _write_cpu(logits, logits, *args)
+
+
+@REGISTRY.impl_below_autograd("_logits_grad_")
+def _count_version(keyset: torch._C.DispatchKeySet, logits: Tensor, *args: Any) -> None:
+    """Bump the version counter: any later use of the logits in backward becomes an error, never a wrong number."""
+    torch.autograd.graph.increment_version(logits)
+    with torch._C._AutoDispatchBelowADInplaceOrView():
+        torch.ops.ppo._logits_grad_.default.redispatch(keyset & torch._C._after_ADInplaceOrView_keyset, logits, *args)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -27,6 +27,7 @@ from ppo_ops.ops.vocab_stats import stats_per_row
 _CORE = torch.ops.ppo._logprob_entropy.default
 _VOCAB_STATS = torch.ops.ppo._vocab_stats.default
 _LOGITS_GRAD = torch.ops.ppo._logits_grad.default
+_LOGITS_GRAD_INPLACE = torch.ops.ppo._logits_grad_.default
 
 
 @REGISTRY.impl("logprob", "CompositeImplicitAutograd")
@@ -39,11 +40,12 @@ def _logprob(
     ignore_index: int = -100,
     vocab_size: int | None = None,
     vocab_start: int | None = None,
+    inplace_backward: bool = False,
     group_name: str = "",
 ) -> Tensor:
-    check_arguments(logits, target, keep_mask, temperature, vocab_size, vocab_start, group_name)
+    check_arguments(logits, target, keep_mask, temperature, vocab_size, vocab_start, inplace_backward, group_name)
     where = (ignore_index, vocab_size, vocab_start, group_name)
-    log_prob: Tensor = _CORE(logits, target, keep_mask, temperature, *where, False)[0]
+    log_prob: Tensor = _CORE(logits, target, keep_mask, temperature, *where, False, inplace_backward)[0]
     return log_prob
 
 
@@ -57,11 +59,12 @@ def _logprob_entropy(
     ignore_index: int = -100,
     vocab_size: int | None = None,
     vocab_start: int | None = None,
+    inplace_backward: bool = False,
     group_name: str = "",
 ) -> tuple[Tensor, Tensor]:
-    check_arguments(logits, target, keep_mask, temperature, vocab_size, vocab_start, group_name)
+    check_arguments(logits, target, keep_mask, temperature, vocab_size, vocab_start, inplace_backward, group_name)
     where = (ignore_index, vocab_size, vocab_start, group_name)
-    log_prob, entropy, _ = _CORE(logits, target, keep_mask, temperature, *where, True)
+    log_prob, entropy, _ = _CORE(logits, target, keep_mask, temperature, *where, True, inplace_backward)
     return log_prob, entropy
 
 
@@ -76,6 +79,7 @@ def _core(
     vocab_start: int | None,
     group_name: str,
     with_entropy: bool,
+    inplace_backward: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     size = group_size(group_name)
     where = (ignore_index, vocab_size, vocab_start, group_name)
@@ -114,6 +118,7 @@ def _fake(
     vocab_start: int | None,
     group_name: str,
     with_entropy: bool,
+    inplace_backward: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     return fake_outputs(logits, target, stats_per_row(keep_mask, with_entropy), with_entropy)
 
@@ -129,12 +134,13 @@ def _decompose(mode: Any, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    logits, target, keep_mask, temperature, *where, with_entropy = inputs
+    logits, target, keep_mask, temperature, *where, with_entropy, inplace_backward = inputs
     _, entropy, normalizers = output
     ctx.mark_non_differentiable(*((normalizers,) if with_entropy else (entropy, normalizers)))
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(logits, target, keep_mask, temperature, normalizers)
     ctx.where = where
+    ctx.inplace_backward = inplace_backward
 
 
 @REGISTRY.autograd("_logprob_entropy", _setup_context)
@@ -143,6 +149,15 @@ def _backward(
 ) -> tuple[Tensor | None, ...]:
     grad_logits = None
     if grad_log_prob is not None or grad_entropy is not None:
-        *saved, normalizers = ctx.saved_tensors
-        grad_logits = _LOGITS_GRAD(*saved, normalizers, grad_log_prob, grad_entropy, *ctx.where)
-    return (grad_logits, *(None,) * 8)
+        logits, *saved = ctx.saved_tensors
+        if ctx.inplace_backward and _may_overwrite(logits):
+            _LOGITS_GRAD_INPLACE(logits, *saved, grad_log_prob, grad_entropy, *ctx.where)
+            grad_logits = logits.detach()
+        else:
+            grad_logits = _LOGITS_GRAD(logits, *saved, grad_log_prob, grad_entropy, *ctx.where)
+    return (grad_logits, *(None,) * 9)
+
+
+def _may_overwrite(logits: Tensor) -> bool:
+    """Not while a compiler traces, which plans memory itself, nor under create_graph, which would need them again."""
+    return not (torch.is_grad_enabled() or isinstance(logits, (FakeTensor, FunctionalTensor)))

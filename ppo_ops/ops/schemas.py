@@ -21,7 +21,7 @@ NAMESPACE = "ppo"
 
 _OPTIONS = (
     "Tensor? temperature=None, int ignore_index=-100, SymInt? vocab_size=None, SymInt? vocab_start=None, "
-    'str group_name=""'
+    'bool inplace_backward=False, str group_name=""'
 )
 
 PUBLIC = {
@@ -31,16 +31,18 @@ PUBLIC = {
 }
 
 _ROWS = "Tensor logits, Tensor target, Tensor? keep_mask, Tensor? temperature"
+_UPSTREAM = "Tensor normalizers, Tensor? grad_log_prob, Tensor? grad_entropy"
 _WHERE = "int ignore_index, SymInt? vocab_size, SymInt? vocab_start, str group_name"
 
 PRIVATE = {
     # The whole computation with its autograd formula; the compiler decomposes it into the two stages below.
-    "_logprob_entropy": f"({_ROWS}, {_WHERE}, bool with_entropy) "
+    "_logprob_entropy": f"({_ROWS}, {_WHERE}, bool with_entropy, bool inplace_backward) "
     "-> (Tensor log_prob, Tensor entropy, Tensor normalizers)",
     # The only device-specific operators. They learn this rank's place when they run, never when they are traced.
     "_vocab_stats": f"({_ROWS}, {_WHERE}, int group_size, bool with_entropy) -> Tensor stats",
-    "_logits_grad": f"({_ROWS}, Tensor normalizers, Tensor? grad_log_prob, Tensor? grad_entropy, {_WHERE}) "
-    "-> Tensor grad_logits",
+    "_logits_grad": f"({_ROWS}, {_UPSTREAM}, {_WHERE}) -> Tensor grad_logits",
+    # The same gradient written over the logits: the mutation is declared, so autograd's version counter knows of it.
+    "_logits_grad_": f"({_ROWS}, {_UPSTREAM}, {_WHERE}) -> ()".replace("Tensor logits", "Tensor(a!) logits"),
 }
 
 
@@ -62,6 +64,16 @@ class _Registry:
         def register(fn: _F) -> _F:
             if self.active:
                 self.library.impl(name, fn, dispatch_key)
+            return fn
+
+        return register
+
+    def impl_below_autograd(self, name: str) -> Callable[[_F], _F]:
+        """Register the step between autograd and the kernels, which receives the dispatch keys as first argument."""
+
+        def register(fn: _F) -> _F:
+            if self.active:
+                self.library.impl(name, fn, "ADInplaceOrView", with_keyset=True)
             return fn
 
         return register
