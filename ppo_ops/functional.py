@@ -10,6 +10,9 @@ from torch import Tensor
 
 from ppo_ops.ops.schemas import accumulation_dtype
 
+_LOGPROB = torch.ops.ppo.logprob.default
+_LOGPROB_ENTROPY = torch.ops.ppo.logprob_entropy.default
+
 Group = Any  # ProcessGroup | 1-D DeviceMesh | group name | None
 
 
@@ -132,7 +135,7 @@ def logprob_entropy(
     """
     _plain("logits", logits)
     _plain("target", target)
-    return torch.ops.ppo.logprob_entropy(  # type: ignore[no-any-return]
+    return _LOGPROB_ENTROPY(  # type: ignore[no-any-return]
         logits,
         target,
         keep_mask,
@@ -190,7 +193,7 @@ def logprob(
     """
     _plain("logits", logits)
     _plain("target", target)
-    return torch.ops.ppo.logprob(  # type: ignore[no-any-return]
+    return _LOGPROB(  # type: ignore[no-any-return]
         logits,
         target,
         keep_mask,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from ppo_ops.ops.groups import group_size
 
@@ -27,6 +28,19 @@ TARGET_DTYPES = (
 
 def _names(dtypes: tuple[torch.dtype, ...]) -> str:
     return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+
+
+def _plainly_right(logits: Tensor, target: Tensor) -> bool:
+    """A quick yes for the most common call: the checks one by one cost 15 microseconds, half of a small call."""
+    return (
+        logits.dtype in LOGITS_DTYPES
+        and target.dtype in TARGET_DTYPES
+        and not torch.compiler.is_compiling()
+        and not isinstance(logits, FakeTensor)
+        and logits.dim() >= 1
+        and target.shape == logits.shape[:-1]
+        and target.device == logits.device
+    )
 
 
 def _check_shape(name: str, tensor: Tensor, shape: tuple[int | torch.SymInt, ...], meaning: str) -> None:
@@ -56,6 +70,9 @@ def check_arguments(
     group_name: str,
 ) -> None:
     """Raise `TypeError` or `ValueError` for anything that the stages could not compute rightly."""
+    plain = keep_mask is None and temperature is None and vocab_size is None and vocab_start is None
+    if plain and not inplace_backward and not group_name and _plainly_right(logits, target):
+        return
     torch._check_type(
         logits.dtype in LOGITS_DTYPES, lambda: f"logits must be one of {_names(LOGITS_DTYPES)}, got {logits.dtype}"
     )

@@ -10,14 +10,17 @@ statistics are NaN, and that row is not read.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from types import ModuleType
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from ppo_ops.kernels import cpu
+from ppo_ops.kernels import cpu, cuda
 from ppo_ops.ops.groups import shard
 from ppo_ops.ops.schemas import REGISTRY
+from ppo_ops.ops.vocab_stats import flat_int64
 
 
 @REGISTRY.fake("_logits_grad")
@@ -58,7 +61,8 @@ def _flat(grad: Tensor | None, normalizers: Tensor) -> Tensor | None:
     return None if grad is None else grad.reshape(-1).to(normalizers.dtype)
 
 
-def _write_cpu(
+def _write(
+    kernels: ModuleType,
     grad_logits: Tensor,
     logits: Tensor,
     target: Tensor,
@@ -73,9 +77,9 @@ def _write_cpu(
     group_name: str,
 ) -> None:
     where = shard(logits, vocab_size, vocab_start, group_name, None)
-    cpu.logits_grad(
+    kernels.logits_grad(
         logits,
-        target.reshape(-1).to(torch.int64),
+        flat_int64(target) if kernels is cpu else target.reshape(-1),
         keep_mask,
         None if temperature is None else temperature.reshape(-1),
         normalizers,
@@ -88,16 +92,25 @@ def _write_cpu(
     )
 
 
-@REGISTRY.impl("_logits_grad", "CPU")
-def _cpu(logits: Tensor, *args: Any) -> Tensor:
-    grad_logits = logits.new_empty(logits.shape)
-    _write_cpu(grad_logits, logits, *args)
-    return grad_logits
+def _into_new_memory(kernels: ModuleType) -> Callable[..., Tensor]:
+    def logits_grad(logits: Tensor, *args: Any) -> Tensor:
+        grad_logits = logits.new_empty(logits.shape)
+        _write(kernels, grad_logits, logits, *args)
+        return grad_logits
+
+    return logits_grad
 
 
-@REGISTRY.impl("_logits_grad_", "CPU")
-def _cpu_inplace(logits: Tensor, *args: Any) -> None:
-    _write_cpu(logits, logits, *args)
+def _over_logits(kernels: ModuleType) -> Callable[..., None]:
+    def logits_grad_(logits: Tensor, *args: Any) -> None:
+        _write(kernels, logits, logits, *args)
+
+    return logits_grad_
+
+
+for _key, _kernels in (("CPU", cpu), ("CUDA", cuda)):
+    REGISTRY.impl("_logits_grad", _key)(_into_new_memory(_kernels))
+    REGISTRY.impl("_logits_grad_", _key)(_over_logits(_kernels))
 
 
 @REGISTRY.impl_below_autograd("_logits_grad_")

@@ -19,8 +19,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTens
 
 from ppo_ops.ops.checks import check_arguments
 from ppo_ops.ops.groups import group_size
-from ppo_ops.ops.logits_grad import _cpu as _logits_grad_cpu  # noqa: F401  (registers the stage)
-from ppo_ops.ops.merge_stats import all_gather_stats, fake_outputs, merge_stats
+from ppo_ops.ops.merge_stats import fake_outputs, merge_stats
 from ppo_ops.ops.schemas import REGISTRY
 from ppo_ops.ops.vocab_stats import stats_per_row
 
@@ -45,8 +44,7 @@ def _logprob(
 ) -> Tensor:
     check_arguments(logits, target, keep_mask, temperature, vocab_size, vocab_start, inplace_backward, group_name)
     where = (ignore_index, vocab_size, vocab_start, group_name)
-    log_prob: Tensor = _CORE(logits, target, keep_mask, temperature, *where, False, inplace_backward)[0]
-    return log_prob
+    return _call_core(logits, target, keep_mask, temperature, *where, False, inplace_backward)[0]
 
 
 @REGISTRY.impl("logprob_entropy", "CompositeImplicitAutograd")
@@ -64,8 +62,16 @@ def _logprob_entropy(
 ) -> tuple[Tensor, Tensor]:
     check_arguments(logits, target, keep_mask, temperature, vocab_size, vocab_start, inplace_backward, group_name)
     where = (ignore_index, vocab_size, vocab_start, group_name)
-    log_prob, entropy, _ = _CORE(logits, target, keep_mask, temperature, *where, True, inplace_backward)
+    log_prob, entropy, _ = _call_core(logits, target, keep_mask, temperature, *where, True, inplace_backward)
     return log_prob, entropy
+
+
+def _call_core(logits: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    if logits.requires_grad and torch.is_grad_enabled():
+        return _CORE(logits, *args)  # type: ignore[no-any-return]
+    # What the autograd layer would do without a gradient, less its 25 microseconds of Python.
+    with torch._C._AutoDispatchBelowAutograd():
+        return _CORE(logits, *args)  # type: ignore[no-any-return]
 
 
 @REGISTRY.impl("_logprob_entropy", "CompositeExplicitAutograd")
@@ -84,8 +90,7 @@ def _core(
     size = group_size(group_name)
     where = (ignore_index, vocab_size, vocab_start, group_name)
     stats = _VOCAB_STATS(logits, target, keep_mask, temperature, *where, size, with_entropy)
-    gathered = all_gather_stats(stats, size, group_name)
-    outputs = merge_stats(gathered, target, temperature, ignore_index, with_entropy)
+    outputs = merge_stats(stats, target, temperature, ignore_index, size, group_name)
     if vocab_start is not None and vocab_size is None and _is_real_on_cpu(logits):
         _check_owned(target, outputs[2], ignore_index)
     return outputs

@@ -19,8 +19,6 @@ Note [Fixed order]
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -31,9 +29,7 @@ LOWEST = -1.0e4
 
 
 def all_gather_stats(stats: Tensor, group_size: int, group_name: str) -> Tensor:
-    """Gather ``[K, N]`` of every rank into ``[W, K, N]`` in group-rank order; no collective for one rank."""
-    if group_size == 1:
-        return stats.unsqueeze(0)
+    """Gather ``[K, N]`` of every rank into ``[W, K, N]`` in group-rank order."""
     functional = torch.ops._c10d_functional
     gathered = functional.wait_tensor(functional.all_gather_into_tensor(stats, group_size, group_name))
     return torch.reshape(gathered, (group_size, *stats.shape))
@@ -53,78 +49,83 @@ def _sum_over_ranks(values: Tensor) -> Tensor:
     return total
 
 
-class _Softmax(NamedTuple):
-    """A merged softmax ``[N]``, and how each rank's own one ``[W, N]`` relates to it (None for one rank)."""
-
-    max: Tensor
-    sum_exp: Tensor
-    distance: Tensor | None
-    weight: Tensor | None
-
-
-def _merge_softmax(rank_max: Tensor, rank_sum: Tensor, temperature: Tensor | None) -> _Softmax:
-    if len(rank_max) == 1:
-        return _Softmax(rank_max[0], rank_sum[0], None, None)
+def _merge_softmax(
+    rank_max: Tensor, rank_sum: Tensor, temperature: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Merged maximum and sum ``[N]``; each rank's distance to the maximum, in units of T, and weight ``[W, N]``."""
     merged_max = rank_max.amax(0)
     distance = rank_max - merged_max
     if temperature is not None:
         distance = distance / temperature
     distance = distance.clamp(min=LOWEST)
     weight = distance.exp()
-    return _Softmax(merged_max, _sum_over_ranks(weight * rank_sum), distance, weight)
-
-
-def _merge_shifted(rank_shifted: Tensor, rank_sum: Tensor, softmax: _Softmax) -> Tensor:
-    """Sum of e^z z relative to the merged maximum."""
-    if softmax.weight is None or softmax.distance is None:
-        return rank_shifted[0]
-    return _sum_over_ranks(softmax.weight * (rank_shifted + softmax.distance * rank_sum))
+    return merged_max, _sum_over_ranks(weight * rank_sum), distance, weight
 
 
 def _merge_target(rank_target: Tensor) -> Tensor:
     """The owner's value; NaN where nobody owns the target."""
-    if len(rank_target) == 1:
-        return rank_target[0]
     absent = rank_target.isnan()
     return rank_target.masked_fill(absent, -torch.inf).amax(0).masked_fill(absent.all(0), torch.nan)
 
 
-def merge_stats(
-    gathered: Tensor, target: Tensor, temperature: Tensor | None, ignore_index: int, with_entropy: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Combine ``[W, K, N]`` into log_prob and entropy, shaped like target, and normalizers ``[K, N]``.
+def _merge_ranks(gathered: Tensor, temperature: Tensor | None) -> list[Tensor]:
+    """The K statistics ``[N]`` that one rank with the whole vocabulary would have made."""
+    rank_max, rank_sum, rank_target, *rest = gathered.unbind(1)
+    merged_max, merged_sum, distance, weight = _merge_softmax(rank_max, rank_sum, temperature)
+    merged = [merged_max, merged_sum, _merge_target(rank_target)]
+    if not rest:
+        return merged
+    rank_shifted, *full = rest
+    if full:
+        rank_max, rank_sum = full
+        merged_max, merged_sum, distance, weight = _merge_softmax(rank_max, rank_sum, temperature)
+    merged.append(_sum_over_ranks(weight * (rank_shifted + distance * rank_sum)))
+    return [*merged, merged_max, merged_sum] if full else merged
 
-    Without entropy that output has no elements. A row whose target nobody owns gets a NaN log-prob.
+
+def merge_stats(
+    stats: Tensor, target: Tensor, temperature: Tensor | None, ignore_index: int, group_size: int, group_name: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Combine this rank's ``[K, N]`` with the group's into log_prob and entropy, shaped like target, and normalizers.
+
+    Without entropy (K = 3) that output has no elements. A row whose target nobody owns gets a NaN log-prob.
     """
     if temperature is not None:
-        temperature = (temperature.reshape(-1) if temperature.dim() else temperature).to(gathered.dtype)
-    rank_max, rank_sum, rank_target, *rest = gathered.unbind(1)
-    kept = _merge_softmax(rank_max, rank_sum, temperature)
-    kept_log_sum = kept.sum_exp.log()
-    target_logit = _merge_target(rank_target)
-    log_prob = target_logit - kept.max
+        temperature = (temperature.reshape(-1) if temperature.dim() else temperature).to(stats.dtype)
+    ignored = None
+    if group_size == 1:
+        kept_max, kept_sum, target_logit, *rest = stats.unbind(0)
+    else:
+        gathered = all_gather_stats(stats, group_size, group_name)
+        kept_max, kept_sum, target_logit, *rest = _merge_ranks(gathered, temperature)
+        # W ranks' statistics of an ignored row would give log W; one rank's give 0. int64 first: a uint8 target
+        # compared with -100 would compare with 156.
+        ignored = target.reshape(-1).to(torch.int64) == ignore_index
+
+    kept_log_sum = kept_sum.log()
+    log_prob = target_logit - kept_max
     if temperature is not None:
         log_prob = log_prob / temperature
-    # int64 first: a uint8 target compared with -100 would compare with 156.
-    ignored = target.reshape(-1).to(torch.int64) == ignore_index
-    log_prob = (log_prob - kept_log_sum).masked_fill(ignored, 0.0)
-    normalizers = [kept.max, kept_log_sum, target_logit]
-    if not with_entropy:
-        return log_prob.view(target.shape), log_prob.new_empty(0), torch.stack(normalizers)
-
-    rank_shifted, *rest = rest
-    full, log_sum = kept, kept_log_sum
+    log_prob = log_prob - kept_log_sum
+    normalizers = [kept_max, kept_log_sum, target_logit]
+    entropy = None
     if rest:
-        rank_max, rank_sum = rest
-        full = _merge_softmax(rank_max, rank_sum, temperature)
-        log_sum = full.sum_exp.log()
-    shifted = _merge_shifted(rank_shifted, rank_sum, full)
-    entropy = (log_sum - shifted / full.sum_exp).masked_fill(ignored, 0.0)
-    normalizers.append(entropy)
-    if rest:
-        normalizers += [full.max, log_sum]
+        shifted, *full = rest
+        row_max, sum_exp = full or (kept_max, kept_sum)
+        log_sum = sum_exp.log() if full else kept_log_sum
+        entropy = log_sum - shifted / sum_exp
+        if ignored is not None:
+            entropy = entropy.masked_fill(ignored, 0.0)
+        normalizers += [entropy, row_max, log_sum] if full else [entropy]
+    if ignored is not None:
+        log_prob = log_prob.masked_fill(ignored, 0.0)
     # Stacked, thus copied: a caller may overwrite an output without spoiling what backward reads.
-    return log_prob.view(target.shape), entropy.view(target.shape), torch.stack(normalizers)
+    saved = torch.stack(normalizers)
+    return _shaped(log_prob, target), log_prob.new_empty(0) if entropy is None else _shaped(entropy, target), saved
+
+
+def _shaped(values: Tensor, target: Tensor) -> Tensor:
+    return values if target.dim() == 1 else values.view(target.shape)
 
 
 def fake_outputs(logits: Tensor, target: Tensor, rows: int, with_entropy: bool) -> tuple[Tensor, Tensor, Tensor]:

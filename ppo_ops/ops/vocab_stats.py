@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from ppo_ops.kernels import cpu
+from ppo_ops.kernels import cpu, cuda
 from ppo_ops.ops.groups import Shard, shard
 from ppo_ops.ops.schemas import REGISTRY, accumulation_dtype
 
@@ -28,6 +28,11 @@ def stats_per_row(keep_mask: Tensor | None, with_entropy: bool) -> int:
     if not with_entropy:
         return 3
     return 4 if keep_mask is None else 6
+
+
+def _empty_stats(logits: Tensor, target: Tensor, keep_mask: Tensor | None, with_entropy: bool) -> Tensor:
+    shape = (stats_per_row(keep_mask, with_entropy), target.numel())
+    return logits.new_empty(shape, dtype=accumulation_dtype(logits))
 
 
 @REGISTRY.fake("_vocab_stats")
@@ -43,12 +48,21 @@ def _fake(
     group_size: int,
     with_entropy: bool,
 ) -> Tensor:
-    shape = (stats_per_row(keep_mask, with_entropy), target.numel())
-    return logits.new_empty(shape, dtype=accumulation_dtype(logits))
+    return _empty_stats(logits, target, keep_mask, with_entropy)
+
+
+def flat_int64(target: Tensor) -> Tensor:
+    """``[N]`` int64; the tensor itself where it is that already."""
+    return target if target.dim() == 1 and target.dtype == torch.int64 else target.reshape(-1).to(torch.int64)
 
 
 def check_target(target: Tensor, ignore_index: int, where: Shard) -> None:
     """Raise `IndexError` for the first target outside the vocabulary. Reads values, so only for the CPU."""
+    if target.numel() == 0:
+        return
+    lowest, highest = torch.aminmax(target)
+    if lowest >= 0 and (where.end is None or highest < where.end):
+        return
     bad = (target < 0) if where.end is None else (target < 0) | (target >= where.end)
     bad &= target != ignore_index
     if bad.any():
@@ -81,14 +95,36 @@ def _cpu(
     with_entropy: bool,
 ) -> Tensor:
     where = shard(logits, vocab_size, vocab_start, group_name, group_size)
-    flat_target = target.reshape(-1).to(torch.int64)
+    flat_target = flat_int64(target)
     check_target(flat_target, ignore_index, where)
     if temperature is not None:
         temperature = temperature.reshape(-1)
         check_temperature_values(temperature)
-    shape = (stats_per_row(keep_mask, with_entropy), flat_target.numel())
-    stats = logits.new_empty(shape, dtype=accumulation_dtype(logits))
+    stats = _empty_stats(logits, target, keep_mask, with_entropy)
     cpu.vocab_stats(logits, flat_target, keep_mask, temperature, stats, ignore_index, where.start, where.columns)
+    return stats
+
+
+@REGISTRY.impl("_vocab_stats", "CUDA")
+def _cuda(
+    logits: Tensor,
+    target: Tensor,
+    keep_mask: Tensor | None,
+    temperature: Tensor | None,
+    ignore_index: int,
+    vocab_size: int | None,
+    vocab_start: int | None,
+    group_name: str,
+    group_size: int,
+    with_entropy: bool,
+) -> Tensor:
+    """No value is read on the host: a target outside the vocabulary and a temperature <= 0 give NaN."""
+    where = shard(logits, vocab_size, vocab_start, group_name, group_size)
+    flat_temperature = None if temperature is None else temperature.reshape(-1)
+    stats = _empty_stats(logits, target, keep_mask, with_entropy)
+    cuda.vocab_stats(
+        logits, target.reshape(-1), keep_mask, flat_temperature, stats, ignore_index, where.start, where.columns
+    )
     return stats
 
 

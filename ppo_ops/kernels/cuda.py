@@ -1,0 +1,23 @@
+"""CUDA launchers: the Triton kernels, imported when the first CUDA tensor arrives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ppo_ops.kernels import launch
+
+
+def vocab_stats(logits: Tensor, *args: Any) -> None:
+    """See `launch.vocab_stats`."""
+    from ppo_ops.kernels import triton
+
+    launch.vocab_stats(triton, logits, *args)
+
+
+def logits_grad(logits: Tensor, *args: Any) -> None:
+    """See `launch.logits_grad`."""
+    from ppo_ops.kernels import triton
+
+    launch.logits_grad(triton, logits, *args)
