@@ -74,6 +74,8 @@ def logprob_entropy(
     target: Tensor,
     keep_mask: Tensor | None = None,
     *,
+    keep_ids: Tensor | None = None,
+    keep_offsets: Tensor | None = None,
     temperature: float | Tensor = 1.0,
     ignore_index: int = -100,
     vocab_size: int | None = None,
@@ -92,6 +94,9 @@ def logprob_entropy(
             columns where a `group` shares the vocabulary, else all of it.
         target: ``[...]`` any integer dtype, global token ids.
         keep_mask: ``[..., V_local]`` bool, True keeps. Restricts log_prob to the kept set; the target is always kept.
+        keep_ids, keep_offsets: the kept set as ragged rows instead of a mask: ``[M]`` and ``[N + 1]`` int32 or int64,
+            N rows in the order of target. Row ``i`` keeps the global ids
+            ``keep_ids[keep_offsets[i] : keep_offsets[i + 1]]``; an empty row is unrestricted.
         temperature: > 0; a number, or a float32 tensor, 0-dim or shaped like target.
         ignore_index: rows with this target give 0, get a zero gradient, and their logits are not read.
         vocab_size: columns whose global id is not below it are padding and count as absent.
@@ -139,6 +144,8 @@ def logprob_entropy(
         logits,
         target,
         keep_mask,
+        keep_ids=keep_ids,
+        keep_offsets=keep_offsets,
         temperature=_temperature_tensor(temperature, logits),
         ignore_index=ignore_index,
         vocab_size=vocab_size,
@@ -153,6 +160,8 @@ def logprob(
     target: Tensor,
     keep_mask: Tensor | None = None,
     *,
+    keep_ids: Tensor | None = None,
+    keep_offsets: Tensor | None = None,
     temperature: float | Tensor = 1.0,
     ignore_index: int = -100,
     vocab_size: int | None = None,
@@ -165,8 +174,8 @@ def logprob(
         log_prob = z_target - log sum_{v kept} e^z_v        z = logits / T        (nats)
 
     Args:
-        logits, target, keep_mask, temperature, ignore_index, vocab_size, vocab_start, inplace_backward, group: as
-            `logprob_entropy`.
+        logits, target, keep_mask, keep_ids, keep_offsets, temperature, ignore_index, vocab_size, vocab_start,
+            inplace_backward, group: as `logprob_entropy`.
 
     Returns:
         log_prob: ``[...]`` float32 (float64 for float64 logits), the same bits on every rank of the group.
@@ -197,6 +206,8 @@ def logprob(
         logits,
         target,
         keep_mask,
+        keep_ids=keep_ids,
+        keep_offsets=keep_offsets,
         temperature=_temperature_tensor(temperature, logits),
         ignore_index=ignore_index,
         vocab_size=vocab_size,

@@ -63,6 +63,8 @@ def check_arguments(
     logits: Tensor,
     target: Tensor,
     keep_mask: Tensor | None,
+    keep_ids: Tensor | None,
+    keep_offsets: Tensor | None,
     temperature: Tensor | None,
     vocab_size: int | None,
     vocab_start: int | None,
@@ -70,7 +72,14 @@ def check_arguments(
     group_name: str,
 ) -> None:
     """Raise `TypeError` or `ValueError` for anything that the stages could not compute rightly."""
-    plain = keep_mask is None and temperature is None and vocab_size is None and vocab_start is None
+    plain = (
+        keep_mask is None
+        and keep_ids is None
+        and keep_offsets is None
+        and temperature is None
+        and vocab_size is None
+        and vocab_start is None
+    )
     if plain and not inplace_backward and not group_name and _plainly_right(logits, target):
         return
     torch._check_type(
@@ -85,11 +94,33 @@ def check_arguments(
         torch._check_type(keep_mask.dtype == torch.bool, lambda: f"keep_mask must be bool, got {keep_mask.dtype}")
         _check_shape("keep_mask", keep_mask, logits.shape, "of logits")
         _check_device("keep_mask", keep_mask, logits)
+    if keep_ids is not None or keep_offsets is not None:
+        _check_keep_sets(logits, target, keep_mask, keep_ids, keep_offsets)
     if temperature is not None:
         _check_temperature(temperature, logits, target)
     _check_vocabulary(logits, vocab_size, vocab_start, group_name)
     if inplace_backward and not torch.compiler.is_compiling():
         _check_overwritable(logits)
+
+
+def _check_keep_sets(
+    logits: Tensor, target: Tensor, keep_mask: Tensor | None, keep_ids: Tensor | None, keep_offsets: Tensor | None
+) -> None:
+    torch._check_value(keep_mask is None, lambda: "keep_mask and keep_ids must not both be given, got both")
+    for name, tensor in (("keep_ids", keep_ids), ("keep_offsets", keep_offsets)):
+        if tensor is None:
+            raise ValueError(f"keep_ids and keep_offsets must be given together, got {name}=None")
+        kind = tensor.dtype
+        torch._check_type(
+            kind in (torch.int32, torch.int64),
+            lambda name=name, kind=kind: f"{name} must be int32 or int64, got {kind}",
+        )
+        _check_device(name, tensor, logits)
+        torch._check_value(
+            tensor.dim() == 1, lambda name=name, tensor=tensor: f"{name} must have one dimension, got {tensor.dim()}"
+        )
+    assert keep_offsets is not None
+    _check_shape("keep_offsets", keep_offsets, (target.numel() + 1,), "[N + 1]")
 
 
 def _check_overwritable(logits: Tensor) -> None:

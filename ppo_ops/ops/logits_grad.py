@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from ppo_ops.kernels import cpu, cuda
+from ppo_ops.kernels import cpu, cuda, kept
 from ppo_ops.ops.groups import shard
 from ppo_ops.ops.schemas import REGISTRY
 from ppo_ops.ops.vocab_stats import flat_int64
@@ -36,6 +36,8 @@ def _fake(
     vocab_size: int | None,
     vocab_start: int | None,
     group_name: str,
+    keep_ids: Tensor | None = None,
+    keep_offsets: Tensor | None = None,
 ) -> Tensor:
     return logits.new_empty(logits.shape)
 
@@ -53,6 +55,8 @@ def _fake_inplace(
     vocab_size: int | None,
     vocab_start: int | None,
     group_name: str,
+    keep_ids: Tensor | None = None,
+    keep_offsets: Tensor | None = None,
 ) -> None:
     return None
 
@@ -75,21 +79,20 @@ def _write(
     vocab_size: int | None,
     vocab_start: int | None,
     group_name: str,
+    keep_ids: Tensor | None = None,
+    keep_offsets: Tensor | None = None,
 ) -> None:
     where = shard(logits, vocab_size, vocab_start, group_name, None)
-    kernels.logits_grad(
-        logits,
-        flat_int64(target) if kernels is cpu else target.reshape(-1),
-        keep_mask,
-        None if temperature is None else temperature.reshape(-1),
-        normalizers,
-        _flat(grad_log_prob, normalizers),
-        _flat(grad_entropy, normalizers),
-        grad_logits,
-        ignore_index,
-        where.start,
-        where.columns,
-    )
+    flat_target = target.reshape(-1) if kernels is cuda and keep_ids is None else flat_int64(target)
+    flat_temperature = None if temperature is None else temperature.reshape(-1)
+    upstream = (_flat(grad_log_prob, normalizers), _flat(grad_entropy, normalizers))
+    place = (ignore_index, where.start, where.columns)
+    if keep_ids is None or keep_offsets is None:
+        rows = (logits, flat_target, keep_mask, flat_temperature)
+        kernels.logits_grad(*rows, normalizers, *upstream, grad_logits, *place)
+    else:
+        ragged = (logits, flat_target, keep_ids, keep_offsets, flat_temperature)
+        kept.logits_grad(kernels, *ragged, normalizers, *upstream, grad_logits, *place)
 
 
 def _into_new_memory(kernels: ModuleType) -> Callable[..., Tensor]:

@@ -35,6 +35,8 @@ def _logprob(
     target: Tensor,
     keep_mask: Tensor | None = None,
     *,
+    keep_ids: Tensor | None = None,
+    keep_offsets: Tensor | None = None,
     temperature: Tensor | None = None,
     ignore_index: int = -100,
     vocab_size: int | None = None,
@@ -42,9 +44,12 @@ def _logprob(
     inplace_backward: bool = False,
     group_name: str = "",
 ) -> Tensor:
-    check_arguments(logits, target, keep_mask, temperature, vocab_size, vocab_start, inplace_backward, group_name)
+    sets = (keep_ids, keep_offsets)
+    check_arguments(
+        logits, target, keep_mask, *sets, temperature, vocab_size, vocab_start, inplace_backward, group_name
+    )
     where = (ignore_index, vocab_size, vocab_start, group_name)
-    return _call_core(logits, target, keep_mask, temperature, *where, False, inplace_backward)[0]
+    return _call_core(logits, target, keep_mask, temperature, *where, False, inplace_backward, *sets)[0]
 
 
 @REGISTRY.impl("logprob_entropy", "CompositeImplicitAutograd")
@@ -53,6 +58,8 @@ def _logprob_entropy(
     target: Tensor,
     keep_mask: Tensor | None = None,
     *,
+    keep_ids: Tensor | None = None,
+    keep_offsets: Tensor | None = None,
     temperature: Tensor | None = None,
     ignore_index: int = -100,
     vocab_size: int | None = None,
@@ -60,9 +67,12 @@ def _logprob_entropy(
     inplace_backward: bool = False,
     group_name: str = "",
 ) -> tuple[Tensor, Tensor]:
-    check_arguments(logits, target, keep_mask, temperature, vocab_size, vocab_start, inplace_backward, group_name)
+    sets = (keep_ids, keep_offsets)
+    check_arguments(
+        logits, target, keep_mask, *sets, temperature, vocab_size, vocab_start, inplace_backward, group_name
+    )
     where = (ignore_index, vocab_size, vocab_start, group_name)
-    log_prob, entropy, _ = _call_core(logits, target, keep_mask, temperature, *where, True, inplace_backward)
+    log_prob, entropy, _ = _call_core(logits, target, keep_mask, temperature, *where, True, inplace_backward, *sets)
     return log_prob, entropy
 
 
@@ -86,10 +96,12 @@ def _core(
     group_name: str,
     with_entropy: bool,
     inplace_backward: bool,
+    keep_ids: Tensor | None = None,
+    keep_offsets: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     size = group_size(group_name)
     where = (ignore_index, vocab_size, vocab_start, group_name)
-    stats = _VOCAB_STATS(logits, target, keep_mask, temperature, *where, size, with_entropy)
+    stats = _VOCAB_STATS(logits, target, keep_mask, temperature, *where, size, with_entropy, keep_ids, keep_offsets)
     outputs = merge_stats(stats, target, temperature, ignore_index, size, group_name)
     if vocab_start is not None and vocab_size is None and _is_real_on_cpu(logits):
         _check_owned(target, outputs[2], ignore_index)
@@ -124,8 +136,11 @@ def _fake(
     group_name: str,
     with_entropy: bool,
     inplace_backward: bool,
+    keep_ids: Tensor | None = None,
+    keep_offsets: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return fake_outputs(logits, target, stats_per_row(keep_mask, with_entropy), with_entropy)
+    kept_set = keep_mask if keep_offsets is None else keep_offsets
+    return fake_outputs(logits, target, stats_per_row(kept_set, with_entropy), with_entropy)
 
 
 @REGISTRY.torch_dispatch("_logprob_entropy", FunctionalTensorMode)
@@ -139,11 +154,11 @@ def _decompose(mode: Any, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    logits, target, keep_mask, temperature, *where, with_entropy, inplace_backward = inputs
+    logits, target, keep_mask, temperature, *where, with_entropy, inplace_backward, keep_ids, keep_offsets = inputs
     _, entropy, normalizers = output
     ctx.mark_non_differentiable(*((normalizers,) if with_entropy else (entropy, normalizers)))
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(logits, target, keep_mask, temperature, normalizers)
+    ctx.save_for_backward(logits, target, keep_mask, temperature, normalizers, keep_ids, keep_offsets)
     ctx.where = where
     ctx.inplace_backward = inplace_backward
 
@@ -154,13 +169,15 @@ def _backward(
 ) -> tuple[Tensor | None, ...]:
     grad_logits = None
     if grad_log_prob is not None or grad_entropy is not None:
-        logits, *saved = ctx.saved_tensors
+        logits, *rows, keep_ids, keep_offsets = ctx.saved_tensors
+        rest = (*rows, grad_log_prob, grad_entropy, *ctx.where, keep_ids, keep_offsets)
         if ctx.inplace_backward and _may_overwrite(logits):
-            _LOGITS_GRAD_INPLACE(logits, *saved, grad_log_prob, grad_entropy, *ctx.where)
+            _LOGITS_GRAD_INPLACE(logits, *rest)
             grad_logits = logits.detach()
         else:
-            grad_logits = _LOGITS_GRAD(logits, *saved, grad_log_prob, grad_entropy, *ctx.where)
-    return (grad_logits, *(None,) * 9)
+            grad_logits = _LOGITS_GRAD(logits, *rest)
+    # Trailing Nones may outnumber the arguments: the dispatcher drops those that equal their defaults.
+    return (grad_logits, *(None,) * 11)
 
 
 def _may_overwrite(logits: Tensor) -> bool:

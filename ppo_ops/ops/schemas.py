@@ -20,8 +20,8 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 NAMESPACE = "ppo"
 
 _OPTIONS = (
-    "Tensor? temperature=None, int ignore_index=-100, SymInt? vocab_size=None, SymInt? vocab_start=None, "
-    'bool inplace_backward=False, str group_name=""'
+    "Tensor? keep_ids=None, Tensor? keep_offsets=None, Tensor? temperature=None, int ignore_index=-100, "
+    'SymInt? vocab_size=None, SymInt? vocab_start=None, bool inplace_backward=False, str group_name=""'
 )
 
 PUBLIC = {
@@ -31,18 +31,19 @@ PUBLIC = {
 }
 
 _ROWS = "Tensor logits, Tensor target, Tensor? keep_mask, Tensor? temperature"
+_KEPT = "Tensor? keep_ids=None, Tensor? keep_offsets=None"
 _UPSTREAM = "Tensor normalizers, Tensor? grad_log_prob, Tensor? grad_entropy"
 _WHERE = "int ignore_index, SymInt? vocab_size, SymInt? vocab_start, str group_name"
 
 PRIVATE = {
     # The whole computation with its autograd formula; the compiler decomposes it into the two stages below.
-    "_logprob_entropy": f"({_ROWS}, {_WHERE}, bool with_entropy, bool inplace_backward) "
+    "_logprob_entropy": f"({_ROWS}, {_WHERE}, bool with_entropy, bool inplace_backward, {_KEPT}) "
     "-> (Tensor log_prob, Tensor entropy, Tensor normalizers)",
     # The only device-specific operators. They learn this rank's place when they run, never when they are traced.
-    "_vocab_stats": f"({_ROWS}, {_WHERE}, int group_size, bool with_entropy) -> Tensor stats",
-    "_logits_grad": f"({_ROWS}, {_UPSTREAM}, {_WHERE}) -> Tensor grad_logits",
+    "_vocab_stats": f"({_ROWS}, {_WHERE}, int group_size, bool with_entropy, {_KEPT}) -> Tensor stats",
+    "_logits_grad": f"({_ROWS}, {_UPSTREAM}, {_WHERE}, {_KEPT}) -> Tensor grad_logits",
     # The same gradient written over the logits: the mutation is declared, so autograd's version counter knows of it.
-    "_logits_grad_": f"({_ROWS}, {_UPSTREAM}, {_WHERE}) -> ()".replace("Tensor logits", "Tensor(a!) logits"),
+    "_logits_grad_": f"({_ROWS}, {_UPSTREAM}, {_WHERE}, {_KEPT}) -> ()".replace("Tensor logits", "Tensor(a!) logits"),
 }
 
 

@@ -13,25 +13,26 @@ Source: the online softmax of Milakov and Gimelshein (arXiv:1805.02867), with bl
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from ppo_ops.kernels import cpu, cuda
+from ppo_ops.kernels import cpu, cuda, kept
 from ppo_ops.ops.groups import Shard, shard
 from ppo_ops.ops.schemas import REGISTRY, accumulation_dtype
 
 
-def stats_per_row(keep_mask: Tensor | None, with_entropy: bool) -> int:
+def stats_per_row(kept_set: Tensor | None, with_entropy: bool) -> int:
     """K: 3 numbers a row for log-prob, 4 with entropy, 6 with entropy and a kept set."""
     if not with_entropy:
         return 3
-    return 4 if keep_mask is None else 6
+    return 4 if kept_set is None else 6
 
 
-def _empty_stats(logits: Tensor, target: Tensor, keep_mask: Tensor | None, with_entropy: bool) -> Tensor:
-    shape = (stats_per_row(keep_mask, with_entropy), target.numel())
+def _empty_stats(logits: Tensor, target: Tensor, kept_set: Tensor | None, with_entropy: bool) -> Tensor:
+    shape = (stats_per_row(kept_set, with_entropy), target.numel())
     return logits.new_empty(shape, dtype=accumulation_dtype(logits))
 
 
@@ -47,8 +48,10 @@ def _fake(
     group_name: str,
     group_size: int,
     with_entropy: bool,
+    keep_ids: Tensor | None = None,
+    keep_offsets: Tensor | None = None,
 ) -> Tensor:
-    return _empty_stats(logits, target, keep_mask, with_entropy)
+    return _empty_stats(logits, target, keep_mask if keep_offsets is None else keep_offsets, with_entropy)
 
 
 def flat_int64(target: Tensor) -> Tensor:
@@ -81,6 +84,28 @@ def check_temperature_values(temperature: Tensor) -> None:
         raise ValueError(f"temperature must be > 0, got {float(temperature[row])} in row {row}")
 
 
+def check_keep_sets(keep_ids: Tensor, keep_offsets: Tensor, where: Shard) -> None:
+    """Raise for offsets that are not those of rows, or an id outside the vocabulary. Only for the CPU."""
+    first, last, number = int(keep_offsets[0]), int(keep_offsets[-1]), keep_ids.numel()
+    if first != 0:
+        raise ValueError(f"keep_offsets must start at 0, got {first}")
+    if last != number:
+        raise ValueError(f"keep_offsets must end at the number of keep_ids, {number}, got {last}")
+    falling = keep_offsets.diff() < 0
+    if falling.any():
+        row = int(falling.nonzero()[0])
+        sizes = f"{int(keep_offsets[row])} and then {int(keep_offsets[row + 1])}"
+        raise ValueError(f"keep_offsets must not decrease, got {sizes} for row {row}")
+    if not number:
+        return
+    lowest, highest = torch.aminmax(keep_ids)
+    if lowest < 0 or (where.end is not None and highest >= where.end):
+        wrong = (keep_ids < 0) | (keep_ids >= (highest + 1 if where.end is None else where.end))
+        place = int(wrong.nonzero()[0])
+        bounds = "[0, vocabulary size)" if where.end is None else f"[0, {where.end})"
+        raise IndexError(f"keep_ids must be in {bounds}, got {int(keep_ids[place])} at position {place}")
+
+
 @REGISTRY.impl("_vocab_stats", "CPU")
 def _cpu(
     logits: Tensor,
@@ -93,6 +118,8 @@ def _cpu(
     group_name: str,
     group_size: int,
     with_entropy: bool,
+    keep_ids: Tensor | None = None,
+    keep_offsets: Tensor | None = None,
 ) -> Tensor:
     where = shard(logits, vocab_size, vocab_start, group_name, group_size)
     flat_target = flat_int64(target)
@@ -100,8 +127,32 @@ def _cpu(
     if temperature is not None:
         temperature = temperature.reshape(-1)
         check_temperature_values(temperature)
-    stats = _empty_stats(logits, target, keep_mask, with_entropy)
-    cpu.vocab_stats(logits, flat_target, keep_mask, temperature, stats, ignore_index, where.start, where.columns)
+    if keep_ids is not None and keep_offsets is not None:
+        check_keep_sets(keep_ids, keep_offsets, where)
+    return _run(
+        cpu, logits, flat_target, keep_mask, temperature, ignore_index, where, with_entropy, keep_ids, keep_offsets
+    )
+
+
+def _run(
+    kernels: ModuleType,
+    logits: Tensor,
+    target: Tensor,
+    keep_mask: Tensor | None,
+    temperature: Tensor | None,
+    ignore_index: int,
+    where: Shard,
+    with_entropy: bool,
+    keep_ids: Tensor | None,
+    keep_offsets: Tensor | None,
+) -> Tensor:
+    place = (ignore_index, where.start, where.columns)
+    if keep_ids is None or keep_offsets is None:
+        stats = _empty_stats(logits, target, keep_mask, with_entropy)
+        kernels.vocab_stats(logits, target, keep_mask, temperature, stats, *place)
+        return stats
+    stats = _empty_stats(logits, target, keep_offsets, with_entropy)
+    kept.vocab_stats(kernels, logits, target, keep_ids, keep_offsets, temperature, stats, *place, where.end)
     return stats
 
 
@@ -117,15 +168,15 @@ def _cuda(
     group_name: str,
     group_size: int,
     with_entropy: bool,
+    keep_ids: Tensor | None = None,
+    keep_offsets: Tensor | None = None,
 ) -> Tensor:
-    """No value is read on the host: a target outside the vocabulary and a temperature <= 0 give NaN."""
+    """No value is read on the host: a bad target, temperature or kept id gives NaN in its row."""
     where = shard(logits, vocab_size, vocab_start, group_name, group_size)
+    flat_target = target.reshape(-1) if keep_ids is None else flat_int64(target)
     flat_temperature = None if temperature is None else temperature.reshape(-1)
-    stats = _empty_stats(logits, target, keep_mask, with_entropy)
-    cuda.vocab_stats(
-        logits, target.reshape(-1), keep_mask, flat_temperature, stats, ignore_index, where.start, where.columns
-    )
-    return stats
+    rows = (logits, flat_target, keep_mask, flat_temperature)
+    return _run(cuda, *rows, ignore_index, where, with_entropy, keep_ids, keep_offsets)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -1,0 +1,114 @@
+"""Kept sets as ragged rows: conversions, and the set that an engine's top-p / top-k sampling keeps.
+
+A kept set is ``keep_ids [M]`` and ``keep_offsets [N + 1]`` (CSR): row ``i`` keeps
+``keep_ids[keep_offsets[i] : keep_offsets[i + 1]]``; an empty row is unrestricted. Plain helpers for one rank that holds
+the whole vocabulary; they read sizes on the host.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def keep_sets_from_mask(keep_mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Lists the kept columns of each row of a mask.
+
+    A row that keeps nothing becomes an empty row, and an empty row is unrestricted; as a mask it would have kept the
+    target alone.
+
+    Args:
+        keep_mask: ``[..., V]`` bool, True keeps.
+
+    Returns:
+        keep_ids ``[M]`` int32, increasing within a row, and keep_offsets ``[N + 1]`` int64.
+
+    Cost:
+        One pass over the mask; synchronises the device.
+
+    Example:
+        >>> import torch, ppo_ops
+        >>> ids, offsets = ppo_ops.keep_sets_from_mask(torch.tensor([[True, False, True], [False, True, False]]))
+        >>> ids.tolist(), offsets.tolist()
+        ([0, 2, 1], [0, 2, 3])
+    """
+    rows = keep_mask.reshape(-1, keep_mask.shape[-1])
+    keep_ids = rows.nonzero()[:, 1].to(torch.int32)
+    return keep_ids, _offsets(rows.sum(-1))
+
+
+def keep_sets_to_mask(keep_ids: Tensor, keep_offsets: Tensor, vocab_size: int) -> Tensor:
+    """Expands ragged rows to a mask; an empty row, which is unrestricted, becomes all True.
+
+    Args:
+        keep_ids: ``[M]`` int32 or int64.
+        keep_offsets: ``[N + 1]`` int32 or int64.
+        vocab_size: V, the number of columns.
+
+    Returns:
+        ``[N, V]`` bool.
+
+    Cost:
+        N V bytes.
+
+    Example:
+        >>> import torch, ppo_ops
+        >>> ppo_ops.keep_sets_to_mask(torch.tensor([2, 0]), torch.tensor([0, 2, 2]), 3).tolist()
+        [[True, False, True], [True, True, True]]
+    """
+    sizes = keep_offsets.diff()
+    row = torch.repeat_interleave(torch.arange(len(sizes), device=sizes.device), sizes, output_size=len(keep_ids))
+    mask = (sizes == 0).unsqueeze(1).repeat(1, vocab_size)
+    mask[row, keep_ids.to(torch.int64)] = True
+    return mask
+
+
+def top_p_keep_sets(logits: Tensor, top_p: float, top_k: int | None = None) -> tuple[Tensor, Tensor]:
+    """Lists what top-k and then top-p sampling keeps of each row.
+
+    Top-k keeps the k largest logits. Top-p keeps the fewest most probable ones whose probability, renormalised over
+    what top-k left, reaches `top_p`; at least one. Ties go to the smaller id.
+
+    Args:
+        logits: ``[..., V]`` floating point, already divided by the sampling temperature.
+        top_p: in (0, 1].
+        top_k: at least 1, or None for no limit.
+
+    Returns:
+        keep_ids ``[M]`` int32, most probable first, and keep_offsets ``[N + 1]`` int64. A row that keeps the whole
+        vocabulary is listed in full.
+
+    Raises:
+        ValueError: top_p or top_k out of range.
+
+    Cost:
+        Sorts each row; a few float32 tensors of the size of the logits. Synchronises the device.
+
+    Example:
+        >>> import torch, ppo_ops
+        >>> ids, offsets = ppo_ops.top_p_keep_sets(torch.tensor([[0.0, 3.0, 2.0, -4.0]]), 0.9)
+        >>> ids.tolist(), offsets.tolist()
+        ([1, 2], [0, 2])
+
+    Source:
+        Holtzman et al., arXiv:1904.09751 (nucleus sampling).
+    """
+    if not 0.0 < top_p <= 1.0:
+        raise ValueError(f"top_p must be in (0, 1], got {top_p}")
+    if top_k is not None and top_k < 1:
+        raise ValueError(f"top_k must be at least 1 or None, got {top_k}")
+    rows = logits.detach().reshape(-1, logits.shape[-1]).float()
+    values, ids = rows.sort(-1, descending=True, stable=True)
+    if top_k is not None:
+        values, ids = values[:, :top_k], ids[:, :top_k]
+    probabilities = values.softmax(-1)
+    before = probabilities.cumsum(-1) - probabilities
+    kept = (before < top_p) & (values > -torch.inf)
+    if top_p == 1.0:
+        kept = values > -torch.inf
+    kept[:, :1] = True
+    return ids[kept].to(torch.int32), _offsets(kept.sum(-1))
+
+
+def _offsets(sizes: Tensor) -> Tensor:
+    return torch.cat([sizes.new_zeros(1), sizes.cumsum(0)]).to(torch.int64)
