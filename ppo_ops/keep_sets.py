@@ -98,7 +98,7 @@ def top_p_keep_sets(logits: Tensor, top_p: float, top_k: int | None = None) -> t
     if top_k is not None and top_k < 1:
         raise ValueError(f"top_k must be at least 1 or None, got {top_k}")
     rows = logits.detach().reshape(-1, logits.shape[-1]).float()
-    values, ids = rows.sort(-1, descending=True, stable=True)
+    values, ids = rows.sort(dim=-1, descending=True, stable=True)
     if top_k is not None:
         values, ids = values[:, :top_k], ids[:, :top_k]
     probabilities = values.softmax(-1)

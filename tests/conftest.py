@@ -1,0 +1,31 @@
+"""Fixtures of the whole suite."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from ppo_ops.kernels import aten, cpu, native
+
+
+@pytest.fixture
+def poisoned_memory() -> Iterator[None]:
+    """Uninitialized tensors start as NaN, so an element that a kernel forgets to write shows."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(before)
+
+
+@pytest.fixture(params=("aten", "native"))
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, poisoned_memory: None) -> str:
+    """Runs a test once with each set of CPU kernels, in poisoned memory."""
+    if request.param == "native":
+        if not native.available():
+            pytest.skip(f"native kernels: {native.why_unavailable()}")
+        monkeypatch.setattr(cpu, "_kernels", lambda dtype: native if native.supports(dtype) else aten)
+    else:
+        monkeypatch.setattr(cpu, "_kernels", lambda dtype: aten)
+    return str(request.param)
