@@ -27,6 +27,7 @@ VOCABULARIES = (1, 2, 3, 7, 127, 129, 1000, 1025, 32000)
 ROWS = (0, 1, 3, 257)
 # More columns than any kernel takes in one block.
 WIDE = 70_001
+INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.uint16, torch.uint32, torch.uint64)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -240,18 +241,6 @@ def _options() -> list[Case]:
     all_ignored.target.fill_(-100)
     first_id_ignored = random_case("ignore_index_0", 5, 7, ignore_index=0)
     first_id_ignored.target.copy_(torch.tensor([0, 1, 0, 6, 0]))
-    everything = random_case(
-        "everything",
-        5,
-        137,
-        keep_mask=random_mask("everything", 5, 137),
-        temperature=per_row(0.3, 0.7, 1.0, 1.5, 40.0),
-        ignore_index=-1,
-        vocab_size=129,
-    )
-    everything.target.remainder_(129)
-    everything.target[2] = -1
-    everything.logits[0, 5:40] = -torch.inf
     return [
         random_case("temperature_0.7", 3, 129, temperature=0.7),
         random_case("temperature_tensor", 3, 129, temperature=torch.tensor(1.3)),
@@ -262,8 +251,27 @@ def _options() -> list[Case]:
         ignored,
         all_ignored,
         first_id_ignored,
-        everything,
+        _everything("everything", 137, 129, banned=slice(5, 40)),
+        _everything("small_everything", 9, 7, banned=slice(1, 3)),
     ]
+
+
+def _everything(name: str, columns: int, vocab_size: int, banned: slice) -> Case:
+    """All options at once, on five rows."""
+    case = random_case(
+        name,
+        5,
+        columns,
+        keep_mask=random_mask(name, 5, columns),
+        temperature=torch.tensor([0.3, 0.7, 1.0, 1.5, 40.0]),
+        ignore_index=-1,
+        vocab_size=vocab_size,
+    )
+    case.target.remainder_(vocab_size)
+    case.target[0] = vocab_size - 1
+    case.target[2] = -1
+    case.logits[0, banned] = -torch.inf
+    return case
 
 
 def _dtypes() -> list[Case]:
@@ -275,7 +283,7 @@ def _dtypes() -> list[Case]:
         cases.append(random_case(f"{name}_kept_set", 3, 129, dtype, keep_mask=mask, temperature=0.7))
         cases.append(random_case(f"{name}_empty", 0, 7, dtype))
     cases.append(random_case("float64_float32_temperature", 3, 129, torch.float64, temperature=torch.tensor(0.7)))
-    for dtype in (torch.int8, torch.uint8, torch.int16, torch.int32, torch.uint16, torch.uint32, torch.uint64):
+    for dtype in INTEGERS:
         case = random_case(f"target_{str(dtype).removeprefix('torch.')}", 3, 100)
         cases.append(dataclasses.replace(case, target=case.target.to(dtype)))
     return cases

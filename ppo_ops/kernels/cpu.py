@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ppo_ops.kernels import aten, launch, native
+from ppo_ops.kernels import aten, kept, launch, native
 
 _warned = False
 
@@ -46,3 +46,62 @@ def vocab_stats(logits: Tensor, *args: Any) -> None:
 def logits_grad(logits: Tensor, *args: Any) -> None:
     """See `launch.logits_grad`."""
     launch.logits_grad(_kernels(logits.dtype), logits, *args)
+
+
+def _native_serves(logits: Tensor) -> bool:
+    """Whether the native kernels take these logits with a ragged kept set: they want adjacent columns."""
+    return _kernels(logits.dtype) is native and logits.stride(-1) == 1
+
+
+def kept_vocab_stats(
+    logits: Tensor,
+    target: Tensor,
+    keep_ids: Tensor,
+    keep_offsets: Tensor,
+    temperature: Tensor | None,
+    stats: Tensor,
+    vocab_end: int | None,
+    ignore_index: int,
+    vocab_start: int,
+    columns: int,
+) -> None:
+    """Statistics with a ragged kept set; see `kept.vocab_stats`."""
+    where = {"ignore_index": ignore_index, "vocab_start": vocab_start, "columns": columns}
+    if not _native_serves(logits):
+        sets = (keep_ids, keep_offsets)
+        kept.vocab_stats(vocab_stats, logits, target, *sets, temperature, stats, vocab_end, *where.values())
+        return
+    for rows, matrix, _ in launch.matrices(logits, None):
+        sets = (keep_ids, keep_offsets[rows.start : rows.stop + 1])
+        row_temperature = launch.rows_of(temperature, rows)
+        native.kept_vocab_stats(matrix, target[rows], *sets, row_temperature, stats[:, rows], **where)
+
+
+def kept_logits_grad(
+    logits: Tensor,
+    target: Tensor,
+    keep_ids: Tensor,
+    keep_offsets: Tensor,
+    temperature: Tensor | None,
+    normalizers: Tensor,
+    grad_log_prob: Tensor | None,
+    grad_entropy: Tensor | None,
+    grad_logits: Tensor,
+    ignore_index: int,
+    vocab_start: int,
+    columns: int,
+) -> None:
+    """Gradient with a ragged kept set; see `kept.logits_grad`."""
+    where = {"ignore_index": ignore_index, "vocab_start": vocab_start, "columns": columns}
+    upstream = (grad_log_prob, grad_entropy)
+    if not _native_serves(logits):
+        sets = (keep_ids, keep_offsets)
+        numbers = (temperature, normalizers, *upstream)
+        kept.logits_grad(logits_grad, logits, target, *sets, *numbers, grad_logits, *where.values())
+        return
+    gradients = launch.as_matrix(grad_logits)
+    for rows, matrix, _ in launch.matrices(logits, None):
+        sets = (keep_ids, keep_offsets[rows.start : rows.stop + 1])
+        numbers = (launch.rows_of(temperature, rows), normalizers[:, rows])
+        row_upstream = [None if grad is None else grad[rows] for grad in upstream]
+        native.kept_logits_grad(matrix, target[rows], *sets, *numbers, *row_upstream, gradients[rows], **where)

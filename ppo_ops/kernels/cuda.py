@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ppo_ops.kernels import launch
+from ppo_ops.kernels import kept, launch
 
 
 def vocab_stats(logits: Tensor, *args: Any) -> None:
@@ -21,3 +21,13 @@ def logits_grad(logits: Tensor, *args: Any) -> None:
     from ppo_ops.kernels import triton
 
     launch.logits_grad(triton, logits, *args)
+
+
+def kept_vocab_stats(logits: Tensor, *args: Any) -> None:
+    """See `kept.vocab_stats`."""
+    kept.vocab_stats(vocab_stats, logits, *args)
+
+
+def kept_logits_grad(logits: Tensor, *args: Any) -> None:
+    """See `kept.logits_grad`."""
+    kept.logits_grad(logits_grad, logits, *args)

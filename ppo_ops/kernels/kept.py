@@ -12,7 +12,7 @@ Note [No value on the host]
 
 from __future__ import annotations
 
-from types import ModuleType
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -146,29 +146,29 @@ def put_gradients(grad_logits: Tensor, found: Entries, value: Tensor) -> None:
 
 
 def vocab_stats(
-    kernels: ModuleType,
+    dense_kernel: Callable[..., None],
     logits: Tensor,
     target: Tensor,
     keep_ids: Tensor,
     keep_offsets: Tensor,
     temperature: Tensor | None,
     stats: Tensor,
+    vocab_end: int | None,
     ignore_index: int,
     vocab_start: int,
     columns: int,
-    vocab_end: int | None,
 ) -> None:
     """Fill ``stats [K, N]``, K = 3 or 6, as `ppo_ops.ops.vocab_stats` says; the kept set alone is read for K = 3."""
     found = entries(target, keep_ids, keep_offsets, ignore_index, vocab_start, columns, vocab_end)
     with_entropy = len(stats) == 6
     dense = stats.new_empty((4 if with_entropy else 3, stats.shape[1]))
     read = target if with_entropy else target.masked_fill(found.restricted, ignore_index)
-    kernels.vocab_stats(logits, read, None, temperature, dense, ignore_index, vocab_start, columns)
+    dense_kernel(logits, read, None, temperature, dense, ignore_index, vocab_start, columns)
     stats.copy_(put_stats(logits, target, temperature, found, dense, vocab_start))
 
 
 def logits_grad(
-    kernels: ModuleType,
+    dense_kernel: Callable[..., None],
     logits: Tensor,
     target: Tensor,
     keep_ids: Tensor,
@@ -195,6 +195,6 @@ def logits_grad(
         dense, read = normalizers, target.masked_fill(found.restricted, ignore_index)
         dense_log_prob = grad_log_prob
     where = (ignore_index, vocab_start, columns)
-    kernels.logits_grad(logits, read, None, temperature, dense, dense_log_prob, grad_entropy, grad_logits, *where)
+    dense_kernel(logits, read, None, temperature, dense, dense_log_prob, grad_entropy, grad_logits, *where)
     value = gradients(x, target, temperature, found, normalizers, *upstream, vocab_start)
     put_gradients(grad_logits, found, value)

@@ -19,7 +19,7 @@ def _flattens(tensor: Tensor) -> bool:
     return True
 
 
-def _as_matrix(tensor: Tensor) -> Tensor:
+def as_matrix(tensor: Tensor) -> Tensor:
     """``[N, V_local]`` view of a tensor that `_flattens`."""
     if tensor.dim() == 2:
         return tensor
@@ -28,20 +28,20 @@ def _as_matrix(tensor: Tensor) -> Tensor:
     return tensor.as_strided((tensor.shape[:-1].numel(), width), (strides[-1] if strides else width, tensor.stride(-1)))
 
 
-def _matrices(logits: Tensor, keep_mask: Tensor | None, first: int = 0) -> list[tuple[slice, Tensor, Tensor | None]]:
+def matrices(logits: Tensor, keep_mask: Tensor | None, first: int = 0) -> list[tuple[slice, Tensor, Tensor | None]]:
     """(Rows, their logits ``[n, V_local]``, their keep_mask ``[n, V_local]``) as views that cover all rows in order."""
     if logits.dim() == 2 or (_flattens(logits) and (keep_mask is None or _flattens(keep_mask))):
-        matrix = _as_matrix(logits)
-        mask = None if keep_mask is None else _as_matrix(keep_mask)
+        matrix = as_matrix(logits)
+        mask = None if keep_mask is None else as_matrix(keep_mask)
         return [(slice(first, first + len(matrix)), matrix, mask)] if len(matrix) else []
     found = []
     for index in range(logits.shape[0]):
         mask = None if keep_mask is None else keep_mask[index]
-        found += _matrices(logits[index], mask, first + index * logits.shape[1:-1].numel())
+        found += matrices(logits[index], mask, first + index * logits.shape[1:-1].numel())
     return found
 
 
-def _rows_of(tensor: Tensor | None, rows: slice) -> Tensor | None:
+def rows_of(tensor: Tensor | None, rows: slice) -> Tensor | None:
     return tensor if tensor is None or tensor.shape[0] == 1 else tensor[rows]
 
 
@@ -58,12 +58,12 @@ def vocab_stats(
 ) -> None:
     """Fill ``stats [K, N]`` from ``logits [..., V_local]`` and flat ``target [N]``, ``temperature [1] or [N]``."""
     where = {"ignore_index": ignore_index, "vocab_start": vocab_start, "columns": columns}
-    matrices = _matrices(logits, keep_mask)
-    if len(matrices) == 1:
-        kernels.vocab_stats(matrices[0][1], target, matrices[0][2], temperature, stats, **where)
+    views = matrices(logits, keep_mask)
+    if len(views) == 1:
+        kernels.vocab_stats(views[0][1], target, views[0][2], temperature, stats, **where)
         return
-    for rows, matrix, mask in matrices:
-        kernels.vocab_stats(matrix, target[rows], mask, _rows_of(temperature, rows), stats[:, rows], **where)
+    for rows, matrix, mask in views:
+        kernels.vocab_stats(matrix, target[rows], mask, rows_of(temperature, rows), stats[:, rows], **where)
 
 
 def logits_grad(
@@ -81,13 +81,13 @@ def logits_grad(
     columns: int,
 ) -> None:
     """Fill ``grad_logits``, contiguous or the logits' own memory, with the gradient of both outputs."""
-    gradients = _as_matrix(grad_logits)
-    for rows, matrix, mask in _matrices(logits, keep_mask):
+    gradients = as_matrix(grad_logits)
+    for rows, matrix, mask in matrices(logits, keep_mask):
         kernels.logits_grad(
             matrix,
             target[rows],
             mask,
-            _rows_of(temperature, rows),
+            rows_of(temperature, rows),
             normalizers[:, rows],
             None if grad_log_prob is None else grad_log_prob[rows],
             None if grad_entropy is None else grad_entropy[rows],

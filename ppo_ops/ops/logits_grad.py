@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from ppo_ops.kernels import cpu, cuda, kept
+from ppo_ops.kernels import cpu, cuda
 from ppo_ops.ops.groups import shard
 from ppo_ops.ops.schemas import REGISTRY
 from ppo_ops.ops.vocab_stats import flat_int64
@@ -92,7 +92,7 @@ def _write(
         kernels.logits_grad(*rows, normalizers, *upstream, grad_logits, *place)
     else:
         ragged = (logits, flat_target, keep_ids, keep_offsets, flat_temperature)
-        kept.logits_grad(kernels, *ragged, normalizers, *upstream, grad_logits, *place)
+        kernels.kept_logits_grad(*ragged, normalizers, *upstream, grad_logits, *place)
 
 
 def _into_new_memory(kernels: ModuleType) -> Callable[..., Tensor]:

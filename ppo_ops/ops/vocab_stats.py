@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from ppo_ops.kernels import cpu, cuda, kept
+from ppo_ops.kernels import cpu, cuda
 from ppo_ops.ops.groups import Shard, shard
 from ppo_ops.ops.schemas import REGISTRY, accumulation_dtype
 
@@ -152,7 +152,7 @@ def _run(
         kernels.vocab_stats(logits, target, keep_mask, temperature, stats, *place)
         return stats
     stats = _empty_stats(logits, target, keep_offsets, with_entropy)
-    kept.vocab_stats(kernels, logits, target, keep_ids, keep_offsets, temperature, stats, *place, where.end)
+    kernels.kept_vocab_stats(logits, target, keep_ids, keep_offsets, temperature, stats, where.end, *place)
     return stats
 
 
