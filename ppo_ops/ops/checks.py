@@ -107,20 +107,20 @@ def _check_keep_sets(
     logits: Tensor, target: Tensor, keep_mask: Tensor | None, keep_ids: Tensor | None, keep_offsets: Tensor | None
 ) -> None:
     torch._check_value(keep_mask is None, lambda: "keep_mask and keep_ids must not both be given, got both")
-    for name, tensor in (("keep_ids", keep_ids), ("keep_offsets", keep_offsets)):
-        if tensor is None:
-            raise ValueError(f"keep_ids and keep_offsets must be given together, got {name}=None")
-        kind = tensor.dtype
-        torch._check_type(
-            kind in (torch.int32, torch.int64),
-            lambda name=name, kind=kind: f"{name} must be int32 or int64, got {kind}",
-        )
-        _check_device(name, tensor, logits)
-        torch._check_value(
-            tensor.dim() == 1, lambda name=name, tensor=tensor: f"{name} must have one dimension, got {tensor.dim()}"
-        )
-    assert keep_offsets is not None
+    if keep_ids is None or keep_offsets is None:
+        missing = "keep_ids" if keep_ids is None else "keep_offsets"
+        raise ValueError(f"keep_ids and keep_offsets must be given together, got {missing}=None")
+    _check_index("keep_ids", keep_ids, logits)
+    _check_index("keep_offsets", keep_offsets, logits)
     _check_shape("keep_offsets", keep_offsets, (target.numel() + 1,), "[N + 1]")
+
+
+def _check_index(name: str, tensor: Tensor, logits: Tensor) -> None:
+    torch._check_type(
+        tensor.dtype in (torch.int32, torch.int64), lambda: f"{name} must be int32 or int64, got {tensor.dtype}"
+    )
+    torch._check_value(tensor.dim() == 1, lambda: f"{name} must have one dimension, got {tensor.dim()}")
+    _check_device(name, tensor, logits)
 
 
 def _check_overwritable(logits: Tensor) -> None:
