@@ -9,7 +9,6 @@ import ppo_ops
 from tests import cases
 from tests.compiler.harness import InductorGraphs, operators
 
-
 CALLS = [(case.target, case.keep_mask, case.options()) for case in cases.handed()]
 
 

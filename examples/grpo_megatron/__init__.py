@@ -1,0 +1,1 @@
+"""Parts of `examples/04_grpo_megatron.py`."""

@@ -1,0 +1,125 @@
+"""The benchmark's own promises, at toy sizes: a wrong provider gets no number; tables, JSON and bounds come out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks import __main__ as command
+from benchmarks import bounds, report
+from benchmarks.inputs import Cell, Inputs
+from benchmarks.providers import Outputs, Provider, load, plain
+from benchmarks.sections import Row, Settings, measure
+
+CELL = Cell(4, 64, torch.float32)
+
+
+def _plain(logits: Tensor, inputs: Inputs) -> Outputs:
+    return plain(logits, inputs.target, inputs.keep_mask, inputs.ignored, inputs.cell.entropy)
+
+
+def _entropy_in_bits(logits: Tensor, inputs: Inputs) -> Outputs:
+    log_prob, entropy = _plain(logits, inputs)
+    assert entropy is not None
+    return log_prob, entropy * 1.4427
+
+
+def _detached_entropy(logits: Tensor, inputs: Inputs) -> Outputs:
+    log_prob, entropy = _plain(logits, inputs)
+    assert entropy is not None
+    return log_prob, entropy.detach().requires_grad_()
+
+
+def _one_nan(logits: Tensor, inputs: Inputs) -> Outputs:
+    log_prob, entropy = _plain(logits, inputs)
+    return log_prob.where(torch.arange(len(log_prob)) > 0, torch.nan), entropy
+
+
+def _raises(logits: Tensor, inputs: Inputs) -> Outputs:
+    raise NotImplementedError("no such kernel")
+
+
+def _measured(function: Callable[[Tensor, Inputs], Outputs]) -> tuple[Row, Row]:
+    """Rows of an honest provider and of one under suspicion, timed in the same cell."""
+    providers = [Provider("honest", _plain), Provider("suspect", function)]
+    rows = {row["provider"]: row for row in measure(Settings(providers, rounds=3), CELL)}
+    return rows["honest"], rows["suspect"]
+
+
+@pytest.mark.parametrize(
+    ("function", "remark"),
+    [
+        (_entropy_in_bits, "entropy off by"),
+        (_detached_entropy, "gradient off by"),
+        (_one_nan, "log_prob off by nan"),
+        (_raises, "failed: NotImplementedError: no such kernel"),
+    ],
+)
+def test_a_wrong_provider_gets_no_number(function: Callable[[Tensor, Inputs], Outputs], remark: str) -> None:
+    honest, suspect = _measured(function)
+    assert honest["ok"]
+    assert honest["forward_ms"] > 0
+    assert honest["backward_ms"] > 0
+    assert not suspect["ok"]
+    assert remark in suspect["remark"]
+    assert not any(key.endswith(("_ms", "_ratio")) for key in suspect)
+
+
+def test_a_peer_that_is_not_installed_is_reported_absent(monkeypatch: pytest.MonkeyPatch) -> None:
+    def loader(device: str) -> list[Provider]:
+        raise ImportError("No module named 'peer'")
+
+    monkeypatch.setattr("benchmarks.providers.LOADERS", {"peer": loader})
+    assert load("cpu") == ([], {}, {"peer": "ImportError: No module named 'peer'"})
+
+
+def test_the_command_writes_json_and_prints_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "cpu.json"
+    arguments = ["--toy", "--packages", "ppo-ops", "--out", str(path)]
+    assert command.main([*arguments, "--sections", "headline"]) == 0
+    first = json.loads(path.read_text())
+    assert command.main([*arguments, "--sections", "dispatch"]) == 0
+    second = json.loads(path.read_text())
+    assert list(second["sections"]) == ["headline", "dispatch"], "earlier sections are kept"
+    assert second["sections"]["headline"] == first["sections"]["headline"]
+    whats = {row["what"] for row in first["sections"]["headline"] if row["ok"]}
+    assert whats == {
+        "log-prob + entropy",
+        "log-prob + entropy, kept set",
+        "log-prob + entropy, half ignored",
+        "log-prob",
+    }
+    capsys.readouterr()
+    assert command.main(["--report", "--out", str(path)]) == 0
+    tables = capsys.readouterr().out
+    assert "| provider | forward ms | / limit | backward ms | / limit | total ms | / limit | remark |" in tables
+    assert "| ppo_ops" in tables
+
+
+def test_quick_fails_where_a_promise_is_missed() -> None:
+    row = {"ok": True, "provider": bounds.OURS, "dtype": "float32", "grad": False, "what": bounds.MAIN}
+    row |= {"rows": 512, "vocab": 151_936, "threads": 2}
+    good = bounds.headline_bounds([{**row, "forward_ms": 10.0, "forward_ratio": 1.6}])
+    bad = bounds.headline_bounds([{**row, "forward_ms": 10.0, "forward_ratio": 1.8}])
+    assert good[0].met
+    assert not bad[0].met
+    assert not good[1].met, "what was not measured is not met"
+    slower = {**row, "provider": "peer", "forward_ms": 20.0}
+    mine = {**row, "forward_ms": 10.0}
+    assert [bound.met for bound in bounds.fastest_bounds([mine, slower])] == [True]
+    assert [bound.met for bound in bounds.fastest_bounds([mine, {**slower, "forward_ms": 5.0}])] == [False]
+
+
+def test_numbers_in_tables() -> None:
+    assert [report.number(value) for value in (None, float("nan"), 0.12345, 12.345, 1234.5)] == [
+        "-",
+        "NaN",
+        "0.123",
+        "12.3",
+        "1234",
+    ]
