@@ -1,0 +1,188 @@
+"""The numbers that this project promises for 512 x 151,936 on two cores, each pass or fail."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+Row = dict[str, Any]
+Sections = dict[str, list[Row]]
+
+OURS, INPLACE, PLAIN = "ppo_ops", "ppo_ops, in place", "torch eager"
+# float32, bfloat16
+FORWARD, SPEEDUP, BACKWARD, IN_PLACE = (1.7, 3.0), (15.0, 25.0), (1.15, 1.3), (1.1, 2.5)
+KEPT, IGNORED, THREADS, MEMORY, DISPATCH = 1.6, 0.6, 1.7, 0.12, 2.0
+# Linear: the dearest element over the cheapest in a series of sizes.
+LINEAR = 1.3
+# Errors below one unit in the last place of float32 are equal: which is smaller is luck.
+ROUNDING = 2.0**-23
+DTYPES = ("float32", "bfloat16")
+MAIN = "log-prob + entropy"
+
+
+@dataclass(frozen=True)
+class Bound:
+    """One promise: `value` must be at most (`at_least`: at least) `limit`. NaN, that is not measured, fails."""
+
+    name: str
+    value: float
+    limit: float
+    at_least: bool = False
+    note: str = ""
+
+    @property
+    def met(self) -> bool:
+        return self.value >= self.limit if self.at_least else self.value <= self.limit
+
+    def __str__(self) -> str:
+        sign = ">=" if self.at_least else "<="
+        return f"{'pass' if self.met else 'MISS'}  {self.name}: {self.value:.3g} ({sign} {self.limit:g}) {self.note}"
+
+
+def _value(rows: list[Row], key: str, **wanted: Any) -> float:
+    """The number `key` of the first row that matches, NaN where there is none."""
+    for row in rows:
+        if row.get("ok") and key in row and all(row.get(name) == value for name, value in wanted.items()):
+            return float(row[key])
+    return math.nan
+
+
+def headline_bounds(rows: list[Row]) -> list[Bound]:
+    """Ratios at 512 x 151,936."""
+    found = []
+    for index, dtype in enumerate(DTYPES):
+        forward = {"dtype": dtype, "grad": False}
+        ours = _value(rows, "forward_ms", what=MAIN, provider=OURS, **forward)
+        plain = _value(rows, "forward_ms", what=MAIN, provider=PLAIN, **forward)
+        kept = _value(rows, "forward_ms", what=f"{MAIN}, kept set", provider=OURS, **forward)
+        ignored = _value(rows, "forward_ms", what=f"{MAIN}, half ignored", provider=OURS, **forward)
+        read = _value(rows, "forward_ratio", what=MAIN, provider=OURS, **forward)
+        backward = {"dtype": dtype, "grad": True, "what": MAIN}
+        fresh = _value(rows, "backward_ratio", provider=OURS, **backward)
+        inplace = _value(rows, "backward_ratio", provider=INPLACE, **backward)
+        found += [
+            Bound(f"{dtype} forward / read", read, FORWARD[index]),
+            Bound(f"{dtype} forward, times as fast as plain torch", plain / ours, SPEEDUP[index], at_least=True),
+            Bound(f"{dtype} backward / fresh copy", fresh, BACKWARD[index]),
+            Bound(f"{dtype} in-place backward / copy_", inplace, IN_PLACE[index]),
+            Bound(f"{dtype} kept-set forward / forward", kept / ours, KEPT),
+            Bound(f"{dtype} half of the rows ignored / full forward", ignored / ours, IGNORED),
+        ]
+    return found
+
+
+def thread_bounds(rows: list[Row]) -> list[Bound]:
+    """Speed-up of all threads over one. Backward is held to what the machine's own copy gains, where that is less."""
+    most = max((row["threads"] for row in rows if row.get("ok")), default=0)
+    found = []
+    for dtype in DTYPES:
+        for name, provider, step, grad in (
+            ("forward", OURS, "forward", False),
+            ("in-place backward", INPLACE, "backward", True),
+            ("backward", OURS, "backward", True),
+        ):
+            wanted = {"dtype": dtype, "provider": provider, "grad": grad, "what": MAIN}
+            gain, limit = (
+                _value(rows, key, threads=1, **wanted) / _value(rows, key, threads=most, **wanted)
+                for key in (f"{step}_ms", f"{step}_limit_ms")
+            )
+            least = THREADS if step == "forward" else min(THREADS, limit)
+            note = f"the limit itself {limit:.2f}"
+            found.append(Bound(f"{dtype} {name}: {most} threads over one", gain, least, at_least=True, note=note))
+    return found
+
+
+def linear_bounds(rows: list[Row]) -> list[Bound]:
+    """Time per element over sizes."""
+    series: dict[tuple[str, str, str], list[float]] = {}
+    for row in rows:
+        for step in ("forward", "backward"):
+            series.setdefault((row["dtype"], step, row["over"]), []).append(row[f"{step}_ps"])
+    return [
+        Bound(f"{dtype} {step}, time per element over {over}, largest / smallest", max(values) / min(values), LINEAR)
+        for (dtype, step, over), values in series.items()
+    ]
+
+
+def memory_bounds(rows: list[Row]) -> list[Bound]:
+    """Extra memory in place, forward and backward together, as a share of the logits."""
+    found = []
+    for dtype in DTYPES:
+        used = [_value(rows, key, dtype=dtype, provider=INPLACE) for key in ("forward", "backward")]
+        found.append(Bound(f"{dtype} extra memory in place / logits", max(used), MEMORY))
+    return found
+
+
+def dispatch_bounds(rows: list[Row]) -> list[Bound]:
+    """A call at N = 1, V = 1000 under no_grad beside plain torch's: 60 microseconds where plain torch needs 30."""
+    ours, plain = (_value(rows, "us", what=MAIN, provider=name) for name in (OURS, PLAIN))
+    return [Bound("dispatch / plain torch", ours / plain, DISPATCH, note=f"{ours:.0f} us, plain torch {plain:.0f} us")]
+
+
+def accuracy_bounds(rows: list[Row]) -> list[Bound]:
+    """Largest errors against those of `log_softmax` in float32."""
+    found = []
+    for row in rows:
+        if row["provider"] != OURS or not row["ok"] or row["what"] != MAIN:
+            continue
+        plain = next((other for other in rows if other["provider"] == PLAIN and _same_input(row, other)), {})
+        for key in ("log_prob", "entropy", "gradient"):
+            theirs = plain.get(key, math.nan)
+            limit = math.inf if math.isnan(theirs) else max(theirs, ROUNDING)
+            name = f"{row['dtype']} {row['class']} inputs: error of {key}"
+            found.append(Bound(name, row[key], limit, note=f"log_softmax {theirs:.2g}"))
+    return found
+
+
+def _same_input(row: Row, other: Row) -> bool:
+    return all(row.get(key) == other.get(key) for key in ("dtype", "class", "what", "rows", "vocab"))
+
+
+def fastest_bounds(rows: list[Row]) -> list[Bound]:
+    """This library against the fastest of the others, cell by cell and step by step."""
+    found = []
+    for (dtype, what, grad, n, v, threads), group in cells(rows).items():
+        mine = next((row for row in group if row["provider"] == OURS), None)
+        for step in ("forward", "backward", "total") if grad else ("forward",):
+            best = fastest_other(group, step)
+            if best and mine:
+                ratio = mine[f"{step}_ms"] / best[f"{step}_ms"]
+                size = f"{n} x {v}, {threads} threads" + ("" if grad else ", no grad")
+                name = f"{dtype} {what} {step} / fastest other ({size})"
+                found.append(Bound(name, ratio, 1.0, note=best["provider"]))
+    return found
+
+
+def cells(rows: list[Row]) -> dict[tuple[Any, ...], list[Row]]:
+    """Timed rows that were measured side by side."""
+    groups: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        if row.get("ok"):
+            key = (row["dtype"], row["what"], row["grad"], row["rows"], row["vocab"], row["threads"])
+            groups.setdefault(key, []).append(row)
+    return groups
+
+
+def fastest_other(group: list[Row], step: str) -> Row | None:
+    """The fastest provider that is not this library."""
+    others = [row for row in group if not row["provider"].startswith(OURS)]
+    return min(others, key=lambda row: row[f"{step}_ms"], default=None)
+
+
+def all_bounds(sections: Sections) -> list[Bound]:
+    """Every promise that the measured sections speak of."""
+    head = sections.get("headline", []) or sections.get("quick", [])
+    found = headline_bounds(head) if head else []
+    for name, judge in (
+        ("threads", thread_bounds),
+        ("linearity", linear_bounds),
+        ("memory", memory_bounds),
+        ("dispatch", dispatch_bounds),
+        ("accuracy", accuracy_bounds),
+    ):
+        if sections.get(name):
+            found += judge(sections[name])
+    for name in ("headline", "quick", "options", "sweep"):
+        found += fastest_bounds(sections.get(name, []))
+    return found
