@@ -24,7 +24,7 @@ from ppo_ops import reference
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 HELD_OUT = "A term whose logit is -inf contributes exactly nothing, to the sums and to the gradient alike."
-STEPS, BATCH, LENGTH = 200, 32, 48
+STEPS, BATCH, LENGTH = 150, 32, 48
 
 # Outputs are float32 numbers below 32, whose spacing is at most 1.9e-6; a few roundings stay below this.
 OUTPUT_TOLERANCE = 1e-5

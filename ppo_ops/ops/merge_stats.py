@@ -20,7 +20,12 @@ Note [Fixed order]
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+
+from ppo_ops.ops.groups import resolve
 
 from ppo_ops.ops.schemas import accumulation_dtype
 
@@ -28,8 +33,22 @@ from ppo_ops.ops.schemas import accumulation_dtype
 LOWEST = -1.0e4
 
 
+def _collectives_are_checked(stats: Tensor) -> bool:
+    """Whether to call the group itself: torch's checks of `TORCH_DISTRIBUTED_DEBUG=DETAIL` skip the functional one.
+
+    `ProcessGroupWrapper` compares the ranks' shapes in `_allgather_base`, not in the coalesced variant behind
+    `_c10d_functional.all_gather_into_tensor` (torch 2.13, 2.14). Eager only; a traced graph keeps the functional one.
+    """
+    traced = torch.compiler.is_compiling() or isinstance(stats, (FakeTensor, FunctionalTensor))
+    return not traced and dist.get_debug_level() == dist.DebugLevel.DETAIL
+
+
 def all_gather_stats(stats: Tensor, group_size: int, group_name: str) -> Tensor:
     """Gather ``[K, N]`` of every rank into ``[W, K, N]`` in group-rank order."""
+    if _collectives_are_checked(stats):
+        gathered = stats.new_empty((group_size * stats.shape[0], stats.shape[1]))
+        resolve(group_name)._allgather_base(gathered, stats).wait()
+        return gathered.view(group_size, *stats.shape)
     functional = torch.ops._c10d_functional
     gathered = functional.wait_tensor(functional.all_gather_into_tensor(stats, group_size, group_name))
     return torch.reshape(gathered, (group_size, *stats.shape))
