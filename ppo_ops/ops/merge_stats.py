@@ -20,13 +20,11 @@ Note [Fixed order]
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 from ppo_ops.ops.groups import resolve
-
 from ppo_ops.ops.schemas import accumulation_dtype
 
 # e^-1e4 is 0 in float32 and float64 alike; a finite floor keeps 0 * -inf from becoming NaN.
@@ -39,8 +37,10 @@ def _collectives_are_checked(stats: Tensor) -> bool:
     `ProcessGroupWrapper` compares the ranks' shapes in `_allgather_base`, not in the coalesced variant behind
     `_c10d_functional.all_gather_into_tensor` (torch 2.13, 2.14). Eager only; a traced graph keeps the functional one.
     """
+    from torch._C._distributed_c10d import DebugLevel, get_debug_level
+
     traced = torch.compiler.is_compiling() or isinstance(stats, (FakeTensor, FunctionalTensor))
-    return not traced and dist.get_debug_level() == dist.DebugLevel.DETAIL
+    return not traced and get_debug_level() == DebugLevel.DETAIL
 
 
 def all_gather_stats(stats: Tensor, group_size: int, group_name: str) -> Tensor:
