@@ -83,9 +83,9 @@ def memory(settings: Settings, only: tuple[str, ...] = ()) -> Iterator[Row]:
     rows, vocab = settings.size(*HEADLINE)
     for dtype in DTYPES:
         for provider in settings.providers:
-            if only and provider.name not in only:
-                continue
             cell = Cell(rows, vocab, dtype, settings.device, entropy=provider.entropy)
+            if not provider.can(cell) or (only and provider.name not in only):
+                continue
             arguments = [provider.name, provider.package, rows, vocab, cell.dtype_name, cell.device, provider.entropy]
             yield _fresh_process(arguments, {**cell.row(), "provider": provider.name, "ok": False})
 

@@ -7,7 +7,8 @@ import importlib
 import inspect
 import pkgutil
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -21,12 +22,11 @@ ALL = ("Args", "Returns", "Cost", "Example")
 OPERATORS = (*ALL, "Raises", "Numerics", "Gradient", "Source")
 
 
-def _modules() -> Iterator[ModuleType]:
-    yield ppo_ops
-    for info in pkgutil.walk_packages(ppo_ops.__path__, "ppo_ops."):
-        if info.name.split(".")[1] == "kernels":
-            continue  # device code, some of which needs packages that are not there; no examples inside
-        yield importlib.import_module(info.name)
+def _modules() -> list[ModuleType]:
+    """All but device code, some of which needs packages that may not be there; it holds no examples."""
+    names = [info.name for info in pkgutil.walk_packages(ppo_ops.__path__, "ppo_ops.")]
+    chosen = [name for name in names if not name.startswith("ppo_ops.kernels")]
+    return [ppo_ops, *(importlib.import_module(name) for name in chosen)]
 
 
 def _public() -> dict[str, Callable[..., Any]]:
@@ -86,9 +86,11 @@ def test_every_argument_is_described(name: str) -> None:
 def test_first_line_is_a_sentence_in_the_indicative(name: str) -> None:
     first = _docstring(_public()[name]).splitlines()[0]
     assert re.match(r"[A-Z][a-z]+(s|es) ", first), first
-    assert first.endswith((".", ":")) or ":" in first
+    assert first.endswith("."), first
 
 
-@pytest.mark.parametrize("module", _modules(), ids=lambda module: module.__name__)
-def test_ascii(module: ModuleType) -> None:
-    assert inspect.getsource(module).isascii() if module.__file__ else True
+def test_ascii() -> None:
+    sources = [*Path(ppo_ops.__file__).parent.rglob("*.py"), *Path(__file__).parent.rglob("*.py")]
+    assert len(sources) > 20
+    for path in sources:
+        assert path.read_bytes().isascii(), path

@@ -79,7 +79,6 @@ def test_extra_peak_memory(dtype: str, kernels: str) -> None:
     )
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
-    print(report)
     # Else an earlier peak would hide the steps'.
     assert report.pop("hidden") < 0.05
     total = report.pop("forward and backward")

@@ -67,7 +67,7 @@ class Rollout(NamedTuple):
 
     tokens: Tensor  # [B, S]
     target: Tensor  # [B, S], IGNORE where nothing was sampled
-    log_prob: Tensor  # [B, S] float32, of the sampled token in the set it was sampled from
+    log_prob: Tensor  # [B, S] of the sampled token in the set it was sampled from
     keep_ids: Tensor  # [M] int32, the sets in row-major order
     keep_offsets: Tensor  # [B S + 1] int64; rows where nothing was sampled are empty
     reward: Tensor  # [B] float32
@@ -100,7 +100,7 @@ def sample(
         tokens = torch.cat([tokens, token], 1)
     target = _targets(tokens)
     sampled = target[:, PROMPT - 1 :] != IGNORE
-    log_prob = torch.zeros(target.shape)
+    log_prob = torch.zeros(target.shape, dtype=log_probs[0].dtype)
     log_prob[:, PROMPT - 1 :] = torch.cat(log_probs, 1).masked_fill(~sampled, 0.0)
     keep_ids, keep_offsets = _row_major(ids, sizes, sampled)
     texts = [decode(row) for row in tokens[:, PROMPT:].tolist()]
