@@ -30,7 +30,7 @@ TYPES = {
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-    """A call of a launcher; `layout` is "aligned", "odd" (a row is not a multiple of 16 bytes) or "strided" (columns)."""
+    """A call of a launcher; `layout` is "aligned", "odd" (rows are no multiple of 16 bytes) or "strided" (columns)."""
 
     kernel: str
     dtype: torch.dtype
@@ -226,7 +226,7 @@ def compile_report() -> str:
     lines = [
         f"{ROWS} x {VOCABULARY:,} logits; Triton {_version()}, no device needed.",
         "",
-        "| kernel | architecture | registers | spilled | shared, bytes | in flight on an SM, KiB | traffic over least |",
+        "| kernel | architecture | registers | spilled | shared, bytes | in flight an SM, KiB | traffic over least |",
         "|---|---|---|---|---|---|---|",
     ]
     for spec, capability in [*((s, 90) for s in specs()), *other_architectures()]:

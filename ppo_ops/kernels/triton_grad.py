@@ -1,9 +1,9 @@
 """Backward kernel: the gradient of `ppo_ops.ops.logits_grad`, elementwise, one read and one write.
 
 Note [One exponential for two softmaxes]
-    With a kept set and entropy, a kept column needs q = p_kept and p, a dropped one p alone. They differ by a factor that
-    is the same for the whole row: p = q 2^-gap and log2 p = log2 q - gap, with gap >= 0. So a kept column takes the
-    exponential of log2 q, a dropped one that of log2 p. Nothing overflows, and what underflows is negligible.
+    With a kept set and entropy, a kept column needs q = p_kept and p, a dropped one p alone. They differ by a factor
+    that is the same for the whole row: p = q 2^-gap and log2 p = log2 q - gap, with gap >= 0. So a kept column takes
+    the exponential of log2 q, a dropped one that of log2 p. Nothing overflows, and what underflows is negligible.
 """
 
 from __future__ import annotations

@@ -167,9 +167,10 @@ def vocab_stats_kernel(
     for block in range(start, whole, BLOCK):
         x = _load_tile(logits_row, block, stride_col, limit, UNROLL, LANES, VECTOR, False, ALIGNED, CONTIGUOUS).to(ACC)
         if mask_ptr is not None:
-            keep = 0 != _load_tile(
+            kept = _load_tile(
                 mask_row, block, stride_mask_col, mask_limit, UNROLL, LANES, VECTOR, False, MASK_ALIGNED, CONTIGUOUS
             )
+            keep = kept != 0
             if KINDS == 3:
                 x = tl.where(keep, x, NEG_INF)
         if KINDS == 6:
@@ -183,9 +184,10 @@ def vocab_stats_kernel(
         present = place * VECTOR + tl.arange(0, VECTOR)[None, None, :] < end - whole
         x = _load_tile(logits_row, whole, stride_col, limit, UNROLL, LANES, VECTOR, True, ALIGNED, CONTIGUOUS).to(ACC)
         if mask_ptr is not None:
-            keep = 0 != _load_tile(
+            kept = _load_tile(
                 mask_row, whole, stride_mask_col, mask_limit, UNROLL, LANES, VECTOR, True, MASK_ALIGNED, CONTIGUOUS
             )
+            keep = kept != 0
             if KINDS == 3:
                 present = present & keep
         x = tl.where(present, x, NEG_INF)

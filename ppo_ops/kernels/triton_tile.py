@@ -1,29 +1,30 @@
 """What the Triton kernels are made of: tiles of a row, their sums, and the algebra of online softmax statistics.
 
 Note [Fixed tree]
-    A row's bits must not depend on its alignment, and the order in which `tl.reduce` adds depends on the layout that the
-    compiler picks. So a tile is folded neighbour by neighbour (`_fold`), its layout is the same whatever the alignment
-    (next note), and the launchers forbid the compiler to fuse multiplications with additions: where a fused one is
-    wanted, `tl.fma` says so.
+    A row's bits must not depend on its alignment, and the order in which `tl.reduce` adds depends on the layout that
+    the compiler picks. So a tile is folded neighbour by neighbour (`_fold`), its layout is the same whatever the
+    alignment (next note), and the launchers forbid the compiler to fuse multiplications with additions: where a fused
+    one is wanted, `tl.fma` says so.
 
 Note [Scalar loads in the vector layout]
     The compiler lays a tile out by what it knows of the addresses. Rows that are not aligned, or whose columns have a
-    stride, are declared as if they were: the layout is that of vector loads, so no lane is spread over threads. They are
-    loaded element by element all the same, because their mask ``column < limit`` has a limit of unknown divisibility; a
-    test looks for vector instructions in what the compiler makes of it. An aligned
-    limit is a multiple of a vector.
+    stride, are declared as if they were: the layout is that of vector loads, so no lane is spread over threads. They
+    are loaded element by element all the same, because their mask ``column < limit`` has a limit of unknown
+    divisibility; a test looks for vector instructions in what the compiler makes of it. An aligned limit is a
+    multiple of a vector.
 
 Note [Thread-local softmax]
-    A block of a row is a tile ``[UNROLL, LANES, VECTOR]``: ``VECTOR`` neighbours fill one 128-bit load, ``LANES`` is the
-    number of threads, ``UNROLL`` loads a thread are in flight together. Every lane has a maximum and sums of its own, so
-    the loop needs neither shuffle nor barrier, and rescales once for ``UNROLL * VECTOR`` elements. Lanes meet at the end.
+    A block of a row is a tile ``[UNROLL, LANES, VECTOR]``: ``VECTOR`` neighbours fill one 128-bit load, ``LANES`` is
+    the number of threads, ``UNROLL`` loads a thread are in flight together. Every lane has a maximum and sums of its
+    own, so the loop needs neither shuffle nor barrier, and rescales once for ``UNROLL * VECTOR`` elements. Lanes meet
+    at the end.
 
 Note [Units]
-    ``scale = log2(e) / T``: exponents are ``(x - max) * scale``, base 2; the shift comes first, so that a common offset of
-    1e8 cancels. Shifted sums and log-probabilities are in units of ln 2 until the end.
+    ``scale = log2(e) / T``: exponents are ``(x - max) * scale``, base 2; the shift comes first, so that a common
+    offset of 1e8 cancels. Shifted sums and log-probabilities are in units of ln 2 until the end.
 
-Kernels call builtins of `triton.language` alone, none of its jitted functions (`tl.sum`, `tl.max`, `tl.zeros`): so they
-can be loaded for the interpreter in a process that compiles too.
+Kernels call builtins of `triton.language` alone, none of its jitted functions (`tl.sum`, `tl.max`, `tl.zeros`): so
+they can be loaded for the interpreter in a process that compiles too.
 """
 
 from __future__ import annotations

@@ -144,7 +144,8 @@ def merge_stats(
 
 
 def _shaped(values: Tensor, target: Tensor) -> Tensor:
-    return values if target.dim() == 1 else values.view(target.shape)
+    """Shaped like target; not a view to autograd, which would forbid a caller to overwrite it."""
+    return values if target.dim() == 1 else torch.ops.aten._unsafe_view.default(values, target.shape)
 
 
 def fake_outputs(logits: Tensor, target: Tensor, rows: int, with_entropy: bool) -> tuple[Tensor, Tensor, Tensor]:

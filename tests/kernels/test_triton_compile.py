@@ -10,8 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-triton = pytest.importorskip("triton")
-
 from benchmarks.triton_compile import (
     Compiled,
     Spec,
@@ -25,12 +23,14 @@ from benchmarks.triton_compile import (
 )
 from tests.kernels.triton_tools import interpreted_kernels
 
+triton = pytest.importorskip("triton")
+
 ROOT = Path(__file__).parents[2]
 ALL = [*((spec, 90) for spec in specs()), *other_architectures()]
-# An H200 moves 4.8 TB/s with a latency of 0.7 us: 25 KiB in flight on each of 132 SMs. Registers must leave room for the
-# programs that keep so much in flight: 80 allow 6 programs of 128 threads, of 4 to 8 KiB each. float64 is not for speed,
-# and rows off alignment need predicates for each element; columns with a stride a 64-bit address each besides (128 with
-# Triton 3.8.0, 154 with 3.7.1): three programs, no spill, and slow for other reasons.
+# An H200 moves 4.8 TB/s with a latency of 0.7 us: 25 KiB in flight on each of 132 SMs. Registers must leave room for
+# the programs that keep so much in flight: 80 allow 6 programs of 128 threads, of 4 to 8 KiB each. float64 is not for
+# speed, and rows off alignment need predicates for each element; columns with a stride a 64-bit address each besides
+# (128 with Triton 3.8.0, 154 with 3.7.1): three programs, no spill, and slow for other reasons.
 NEEDED_IN_FLIGHT = 25 * 1024
 REGISTERS, REGISTERS_OTHERS, REGISTERS_STRIDED = 80, 128, 168
 
@@ -174,8 +174,8 @@ def test_memory_instructions(spec: Spec, capability: int) -> None:
 
 @each
 def test_one_exponential_an_element(spec: Spec, capability: int) -> None:
-    """Forward, twice (loop and tail): one an element and one a set to rescale; then one a set where lanes meet, two where
-    the sets merge, two where a dropped target joins. Backward: one an element, and one a row for two softmaxes."""
+    """Forward, twice (loop and tail): one an element and one a set to rescale; then one a set where lanes meet, two
+    where the sets merge, two where a dropped target joins. Backward: one an element, one a row for two softmaxes."""
     if spec.dtype == torch.float64 or spec.kernel == "merge":
         return
     loads, vector, sets = shape(spec)
@@ -233,7 +233,7 @@ def meeting_layout(spec: Spec) -> set[str]:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_lanes_meet_in_the_same_order_whatever_the_alignment(dtype: torch.dtype) -> None:
-    """See Note [Fixed tree]. The order within a lane is in the source, without fused operations that the compiler chose."""
+    """See Note [Fixed tree]; the order within a lane is in the source."""
     layouts = [Spec("forward", dtype, 6, True, layout) for layout in ("aligned", "odd", "strided")]
     assert len(set.union(*map(meeting_layout, layouts))) == 1
     layouts = [Spec("forward", dtype, 4, layout=layout) for layout in ("aligned", "odd")]
@@ -242,7 +242,7 @@ def test_lanes_meet_in_the_same_order_whatever_the_alignment(dtype: torch.dtype)
 
 @each
 def test_compiler_fuses_nothing_by_itself(spec: Spec, capability: int) -> None:
-    """Products and sums without a rounding mode could become one operation in one variant of a kernel and not in another."""
+    """Products and sums without a rounding mode could be fused in one variant of a kernel and not in another."""
     assert not re.search(r"\b(mul|add|sub)(\.ftz)?\.f(32|64)\b", compiled(spec, capability).ptx)
 
 

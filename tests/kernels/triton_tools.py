@@ -16,8 +16,8 @@ MODULES = tuple(f"ppo_ops.kernels.triton{part}" for part in ("_tile", "_stats", 
 def interpreted_kernels() -> ModuleType:
     """A copy of `ppo_ops.kernels.triton` whose kernels run in Triton's interpreter, on CPU tensors.
 
-    `triton.jit` decides when it decorates, so the knob is set while the copy is imported and nowhere else. The copy does
-    not stay in `sys.modules`: compiled kernels of the same process are untouched.
+    `triton.jit` decides when it decorates, so the knob is set while the copy is imported and nowhere else. The copy
+    does not stay in `sys.modules`: compiled kernels of the same process are untouched.
     """
     import triton
 

@@ -1,3 +1,4 @@
+# ruff: noqa: E501  (golden texts are as long as they are)
 """Error texts: each names the argument, what was expected and what came, alike for real and for fake tensors."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# ruff: noqa: E501  (golden texts are as long as they are)
 """Golden of every operator of the namespace: users, saved graphs and other packages depend on the public ones."""
 
 from __future__ import annotations
