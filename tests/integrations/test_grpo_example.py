@@ -50,6 +50,7 @@ def _log(folder: Path, out: str) -> dict[str, Any]:
     return json.loads((folder / out / "log.json").read_text())  # type: ignore[no-any-return]
 
 
+@pytest.mark.training
 def test_replay_and_resume(tmp_path: Path) -> None:
     status, output = _run(tmp_path, "whole")
     assert status == 0, output
