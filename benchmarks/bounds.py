@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from benchmarks.gate import OVERWRITES
+
 Row = dict[str, Any]
 Sections = dict[str, list[Row]]
 
@@ -143,14 +145,12 @@ def fastest_bounds(rows: list[Row]) -> list[Bound]:
     """This library against the fastest of the others, cell by cell and step by step."""
     found = []
     for (dtype, what, grad, n, v, threads), group in cells(rows).items():
-        mine = next((row for row in group if row["provider"] == OURS), None)
         for step in ("forward", "backward", "total") if grad else ("forward",):
-            best = fastest_other(group, step)
-            if best and mine:
+            for mine, best in rivals(group, step):
                 ratio = mine[f"{step}_ms"] / best[f"{step}_ms"]
                 size = f"{n} x {v}, {threads} threads" + ("" if grad else ", no grad")
-                name = f"{dtype} {what} {step} / fastest other ({size})"
-                found.append(Bound(name, ratio, 1.0, note=best["provider"]))
+                name = f"{dtype} {what} {step}: {mine['provider']} / fastest other ({size})"
+                found.append(Bound(name, ratio, 1.0, note=f"{best['provider']} {best['remark']}".strip()))
     return found
 
 
@@ -164,10 +164,20 @@ def cells(rows: list[Row]) -> dict[tuple[Any, ...], list[Row]]:
     return groups
 
 
-def fastest_other(group: list[Row], step: str) -> Row | None:
-    """The fastest provider that is not this library."""
+def rivals(group: list[Row], step: str) -> list[tuple[Row, Row]]:
+    """Rows of this library, each with its fastest competitor.
+
+    A provider that overwrites the logits to save memory competes with our in-place gradient, where there is one.
+    """
+    ours = {row["provider"]: row for row in group if row["provider"] in (OURS, INPLACE)}
     others = [row for row in group if not row["provider"].startswith(OURS)]
-    return min(others, key=lambda row: row[f"{step}_ms"], default=None)
+    pairs = []
+    for name, row in ours.items():
+        inplace_too = name == INPLACE or INPLACE not in ours
+        competitors = [o for o in others if inplace_too or OVERWRITES not in o["remark"]]
+        if competitors:
+            pairs.append((row, min(competitors, key=lambda other: other[f"{step}_ms"])))
+    return pairs
 
 
 def all_bounds(sections: Sections) -> list[Bound]:

@@ -16,6 +16,7 @@ from benchmarks.providers import Provider
 from ppo_ops import reference
 
 SAMPLE = 16
+OVERWRITES = "overwrites the logits"
 # A sum of 150,000 float32 exponentials done in blocks is good to 1e-6; ten times that is a wrong formula.
 OUTPUTS = 1e-5
 # The gradient inherits the relative error of the probabilities. bfloat16 rounds once, to 2^-8 = 3.9e-3,
@@ -113,9 +114,11 @@ def check(provider: Provider, inputs: Inputs, truth: Truth) -> tuple[bool, str]:
     """The gate: run, compare, judge. An exception is a refusal too."""
     try:
         errors = errors_of(provider, inputs, truth)
+        overwritten = not torch.equal(inputs.work[truth.rows], inputs.source[truth.rows])
     except Exception as error:
         first = (str(error).strip() or repr(error)).splitlines()[0]
         return False, f"failed: {type(error).__name__}: {first[:120]}"
     finally:
         inputs.received.clear()
-    return verdict(provider, inputs, errors)
+    ok, remark = verdict(provider, inputs, errors)
+    return ok, "; ".join(filter(None, (remark, OVERWRITES if ok and overwritten else "")))

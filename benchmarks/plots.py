@@ -45,7 +45,7 @@ def _speed(rows: list[Row], path: Path) -> Path:
     panels = [
         (False, MAIN, "forward, no grad"),
         (True, MAIN, "forward and backward"),
-        (True, "log-prob", "log-prob alone, forward and backward"),
+        (True, "log-prob", "log-prob, forward and backward"),
     ]
     styles = _styles(list(dict.fromkeys(row["provider"] for row in rows)))
     figure, axes = plt.subplots(2, 3, figsize=(13, 7), sharex=True, layout="constrained")
@@ -104,6 +104,7 @@ def _memory(rows: list[Row], path: Path) -> Path:
                     bar = axis.barh(place + 0.27 * (offset - 1), value, height=0.25, color=colour)
                     axis.bar_label(bar, fmt="%.2f", fontsize=7, padding=2)
         axis.set(title=dtype, xlabel="memory beyond the logits / logits", yticks=range(len(names)), yticklabels=names)
+        axis.margins(x=0.1)
         axis.grid(True, axis="x", alpha=0.2)
     axes[0].invert_yaxis()
     labels = {"#56B4E9": "forward peak", "#E69F00": "held for backward", "#0072B2": "backward peak"}

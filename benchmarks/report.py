@@ -76,10 +76,11 @@ def _remark(row: Row) -> str:
 
 def _slower(row: Row, group: list[Row]) -> str:
     """Marks a row of this library where another provider is faster in total."""
-    if not row["ok"] or row["provider"] != bounds.OURS:
-        return ""
-    best = bounds.fastest_other([r for r in group if r["ok"] and r["rows"] == row["rows"]], "total")
-    return f" [slower than {best['provider']}]" if best and best["total_ms"] < row["total_ms"] else ""
+    together = [r for r in group if r["ok"] and all(r[key] == row.get(key) for key in ("rows", "threads"))]
+    slower = [
+        best for mine, best in bounds.rivals(together, "total") if mine is row and best["total_ms"] < row["total_ms"]
+    ]
+    return f" [slower than {slower[0]['provider']}]" if slower else ""
 
 
 def _timed(rows: list[Row]) -> str:
@@ -98,9 +99,7 @@ def _timed(rows: list[Row]) -> str:
             cells = [row["provider"], *([str(row.get("threads", "-"))] if several else [])]
             for step in steps:
                 cells += [number(row.get(f"{step}_ms")), number(row.get(f"{step}_ratio"))]
-            body.append(
-                [*cells, _remark(row) + _slower(row, [r for r in group if r.get("threads") == row.get("threads")])]
-            )
+            body.append([*cells, _remark(row) + _slower(row, group)])
         title = f"{what}, {dtype}, {n} x {vocab:,}" + (", forward and backward" if grad else ", forward without grad")
         if limit:
             title += f"; limit {number(limit['forward_limit_ms'])} ms"

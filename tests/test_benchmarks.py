@@ -70,6 +70,19 @@ def test_a_wrong_provider_gets_no_number(function: Callable[[Tensor, Inputs], Ou
     assert not any(key.endswith(("_ms", "_ratio")) for key in suspect)
 
 
+def _exponentials_in_place(logits: Tensor, inputs: Inputs) -> Outputs:
+    outputs = _plain(logits, inputs)
+    inputs.work.exp_()
+    return outputs
+
+
+def test_a_provider_that_overwrites_the_logits_is_marked() -> None:
+    honest, suspect = _measured(_exponentials_in_place)
+    assert honest["remark"] == ""
+    assert suspect["ok"]
+    assert suspect["remark"] == "overwrites the logits"
+
+
 def test_a_peer_that_is_not_installed_is_reported_absent(monkeypatch: pytest.MonkeyPatch) -> None:
     def loader(device: str) -> list[Provider]:
         raise ImportError("No module named 'peer'")
@@ -109,10 +122,28 @@ def test_quick_fails_where_a_promise_is_missed() -> None:
     assert good[0].met
     assert not bad[0].met
     assert not good[1].met, "what was not measured is not met"
-    slower = {**row, "provider": "peer", "forward_ms": 20.0}
-    mine = {**row, "forward_ms": 10.0}
-    assert [bound.met for bound in bounds.fastest_bounds([mine, slower])] == [True]
-    assert [bound.met for bound in bounds.fastest_bounds([mine, {**slower, "forward_ms": 5.0}])] == [False]
+
+
+def test_fastest_compares_like_with_like() -> None:
+    """A peer that overwrites the logits competes with the in-place gradient, any other with both."""
+    row = {"ok": True, "dtype": "float32", "grad": True, "what": "log-prob", "rows": 8, "vocab": 9, "threads": 2}
+
+    def timed(provider: str, ms: float, remark: str = "") -> Row:
+        return {
+            **row,
+            "provider": provider,
+            "remark": remark,
+            **{f"{s}_ms": ms for s in ("forward", "backward", "total")},
+        }
+
+    ours = [timed(bounds.OURS, 10.0), timed(bounds.INPLACE, 4.0)]
+    keeps, overwrites = timed("peer", 8.0), timed("eager peer", 5.0, "overwrites the logits")
+    met = [bound.met for bound in bounds.fastest_bounds([*ours, keeps, overwrites])]
+    assert met == [False, True] * 3, "ours against the one that keeps them, in place against both"
+    assert [best["provider"] for _, best in bounds.rivals([*ours, keeps, overwrites], "total")] == [
+        "peer",
+        "eager peer",
+    ]
 
 
 def test_numbers_in_tables() -> None:
