@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks import __main__ as command
@@ -17,6 +19,16 @@ from benchmarks.providers import Outputs, Provider, load, plain
 from benchmarks.sections import Row, Settings, measure
 
 CELL = Cell(4, 64, torch.float32)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_group_is_left() -> Iterator[None]:
+    """The providers start a process group of one rank; other tests of this process start their own."""
+    yield
+    if dist.is_initialized():
+        if "megatron.core.parallel_state" in sys.modules:
+            sys.modules["megatron.core.parallel_state"].destroy_model_parallel()
+        dist.destroy_process_group()
 
 
 def _plain(logits: Tensor, inputs: Inputs) -> Outputs:

@@ -68,6 +68,8 @@ def test_extra_peak_memory(dtype: str, kernels: str) -> None:
         "PYTHONPATH": os.pathsep.join([str(HOME), os.environ.get("PYTHONPATH", "")]),
         "PPO_OPS_NATIVE": "0" if kernels == "aten" else "1",
     }
+    if kernels == "aten":  # as in the fixture `kernels`: many short parallel regions
+        environment["OMP_NUM_THREADS"] = "1"
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, dtype],
         env=environment,
