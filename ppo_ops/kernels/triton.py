@@ -32,7 +32,7 @@ TILES = {
     torch.bfloat16: Tile(8, 4, 2, 2, 2),
     torch.float16: Tile(8, 4, 2, 2, 2),
     torch.float32: Tile(4, 4, 4, 4, 4),
-    torch.float64: Tile(2, 4, 4, 4, 4),
+    torch.float64: Tile(2, 4, 2, 4, 4),
 }
 # Columns that a forward program reads, a multiple of every tile. Long, so that the meeting of lanes is a small part of
 # the work; short, so that 8192 rows of 151,936 make 40,960 programs, 45 rounds on 132 SMs that hold 7 each. Reasoned

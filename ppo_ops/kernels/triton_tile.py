@@ -17,7 +17,8 @@ Note [Thread-local softmax]
     A block of a row is a tile ``[UNROLL, LANES, VECTOR]``: ``VECTOR`` neighbours fill one 128-bit load, ``LANES`` is
     the number of threads, ``UNROLL`` loads a thread are in flight together. Every lane has a maximum and sums of its
     own, so the loop needs neither shuffle nor barrier, and rescales once for ``UNROLL * VECTOR`` elements. Lanes meet
-    at the end.
+    at the end. A tile is loaded as the matrix ``[UNROLL, LANES * VECTOR]``: of a tile's own dimensions, Triton 3.6
+    takes ``UNROLL`` to spread a warp over, and then moves lanes through shared memory in the loop.
 
 Note [Units]
     ``scale = log2(e) / T``: exponents are ``(x - max) * scale``, base 2; the shift comes first, so that a common
@@ -213,14 +214,14 @@ def _load_tile(
     CONTIGUOUS: tl.constexpr,
 ):
     """The tile of a row from column ``start`` on. See Note [Scalar loads in the vector layout]."""
-    place = tl.arange(0, UNROLL)[:, None, None] * LANES + tl.arange(0, LANES)[None, :, None]
-    offsets = start + place * VECTOR + tl.arange(0, VECTOR)[None, None, :]
+    offsets = start + tl.arange(0, UNROLL)[:, None] * (LANES * VECTOR) + tl.arange(0, LANES * VECTOR)[None, :]
     present = offsets < limit
     if not CONTIGUOUS:
         offsets = offsets.to(tl.int64) * stride_col
-        offsets = tl.max_contiguous(tl.multiple_of(offsets, (1, 1, VECTOR)), (1, 1, VECTOR))
+        offsets = tl.max_contiguous(tl.multiple_of(offsets, (1, VECTOR)), (1, VECTOR))
     pointers = row_ptr + offsets
     if TAIL or not ALIGNED:
-        return tl.load(pointers, mask=present, other=0)
+        tile = tl.load(pointers, mask=present, other=0)
     else:
-        return tl.load(pointers)
+        tile = tl.load(pointers)
+    return tl.reshape(tile, (UNROLL, LANES, VECTOR))
