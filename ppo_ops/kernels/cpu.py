@@ -38,6 +38,25 @@ def _warn_once() -> None:
         )
 
 
+def first_bad_target(target: Tensor, ignore_index: int, end: int | None) -> int:
+    """First row of ``target [N]`` int64 that is neither ignored nor in ``[0, end)``; -1 where there is none."""
+    if native.available():
+        return native.first_bad_target(target, ignore_index, end)
+    bad = (target < 0) if end is None else (target < 0) | (target >= end)
+    bad &= target != ignore_index
+    return int(bad.nonzero()[0]) if bad.any() else -1
+
+
+def finishes(stats: Tensor) -> bool:
+    """Whether `finish` takes these statistics: what the native kernels have made."""
+    return stats.dtype == torch.float32 and native.available()
+
+
+def finish(stats: Tensor, temperature: Tensor | None, log_prob: Tensor, entropy: Tensor) -> None:
+    """Fill the outputs of one rank, contiguous, from its ``stats [K, N]``, which become the normalizers."""
+    native.finish(stats, temperature, log_prob, entropy)
+
+
 def vocab_stats(logits: Tensor, *args: Any) -> None:
     """See `launch.vocab_stats`."""
     launch.vocab_stats(_kernels(logits.dtype), logits, *args)

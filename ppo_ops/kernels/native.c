@@ -5,6 +5,7 @@
  *   native_rows.inc      one row of statistics or gradient out of blocks, in scalars
  *   native_blocks.inc    the vector loops, instantiated for each element type and instruction set by native_isa.inc
  *   native_avx512.inc, native_avx2.inc, native_baseline.inc    vector primitives
+ *   native_finish.inc    outputs out of statistics, where one rank has the whole vocabulary
  *
  * Note [One exponential]
  *     e^((x - M) / T) = 2^((x - M) * c), c = log2(e) / T rounded once, M the largest logit so far: shift first, so that a
@@ -134,22 +135,22 @@ typedef struct {
 #include "native_rows.inc"
 #include "native_kept.inc"
 
-typedef void (*RowFunction)(const Call *call, int64_t row);
+typedef void (*RowFunction)(const void *context, int64_t row);
 typedef struct {
-  const Call *call;
+  const void *context;
   RowFunction function;
-  int64_t rows_at_once;
+  int64_t rows, rows_at_once;
   _Atomic int64_t next;
 } Job;
 
 static void *work(void *argument) {
   Job *job = argument;
-  const int64_t rows = job->call->rows;
+  const int64_t rows = job->rows;
   for (;;) {
     int64_t first = atomic_fetch_add_explicit(&job->next, job->rows_at_once, memory_order_relaxed);
     if (first >= rows) return 0;
     int64_t last = first + job->rows_at_once < rows ? first + job->rows_at_once : rows;
-    for (int64_t row = first; row < last; row++) job->function(job->call, row);
+    for (int64_t row = first; row < last; row++) job->function(job->context, row);
   }
 }
 
@@ -161,15 +162,16 @@ static Parallel parallel;
 
 enum { MAX_THREADS = 256 };
 
-static void run(const Call *call, RowFunction function) {
-  const int64_t columns = call->columns > 0 ? call->columns : 1;
+/* `columns`: about how many elements' work a row is. */
+static void run(const void *context, RowFunction function, int64_t rows, int64_t columns, int64_t threads_allowed) {
+  if (columns < 1) columns = 1;
   /* Elements a thread must have. A pool's thread wakes in microseconds; a new one starts on its creator's core and took
    * 0.3 ms to be moved (Linux 6.18, 2 cores, 2026-12-02: 16 x 151,936 bfloat16 0.29 ms pool, 0.83 new, 0.65 alone). */
   const int64_t least = parallel ? 1 << 15 : 1 << 22;
-  Job job = {call, function, (1 << 15) / columns + 1, 0};
-  int64_t threads = call->rows * columns / least;
-  if (threads > call->threads) threads = call->threads;
-  if (threads > call->rows) threads = call->rows;
+  Job job = {context, function, rows, (1 << 15) / columns + 1, 0};
+  int64_t threads = rows * columns / least;
+  if (threads > threads_allowed) threads = threads_allowed;
+  if (threads > rows) threads = rows;
   if (threads > MAX_THREADS) threads = MAX_THREADS;
   if (threads <= 1) {
     work(&job);
@@ -184,7 +186,13 @@ static void run(const Call *call, RowFunction function) {
   }
 }
 
-EXPORT void ppo_vocab_stats(const Call *call) { run(call, call->offsets ? kept_stats_row : stats_row); }
+#include "native_finish.inc"
+
+static void run_call(const Call *call, RowFunction function) {
+  run(call, function, call->rows, call->columns, call->threads);
+}
+
+EXPORT void ppo_vocab_stats(const Call *call) { run_call(call, call->offsets ? kept_stats_row : stats_row); }
 
 EXPORT void ppo_logits_grad(const Call *call) {
 #ifdef MADV_HUGEPAGE
@@ -197,7 +205,7 @@ EXPORT void ppo_logits_grad(const Call *call) {
     madvise((void *)first, last - first, MADV_HUGEPAGE);
   }
 #endif
-  run(call, call->offsets ? kept_grad_row : grad_row);
+  run_call(call, call->offsets ? kept_grad_row : grad_row);
 }
 
 /* native.py compares this with what it packs: an editable install may hold an older library. */

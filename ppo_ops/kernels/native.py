@@ -23,6 +23,7 @@ COPY_BYTES = 4 << 20
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _CALL = struct.Struct("29q")  # the fields of `Call` in native.c, in order
+_FINISH = struct.Struct("9q")  # the fields of `Finish` in native_finish.inc, in order
 
 
 def _load() -> tuple[ctypes.CDLL | None, str]:
@@ -33,8 +34,10 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
         return None, f"{LIBRARY} does not exist: no C compiler worked when ppo_ops was installed"
     try:
         library = ctypes.CDLL(str(LIBRARY))
-        for function in (library.ppo_vocab_stats, library.ppo_logits_grad):
+        for function in (library.ppo_vocab_stats, library.ppo_logits_grad, library.ppo_finish):
             function.argtypes, function.restype = [ctypes.c_char_p], None
+        library.ppo_first_bad_target.argtypes = [ctypes.c_void_p, *[ctypes.c_int64] * 4]
+        library.ppo_first_bad_target.restype = ctypes.c_int64
         library.ppo_set_parallel.argtypes, library.ppo_set_parallel.restype = [ctypes.c_void_p], None
         library.ppo_choose.argtypes, library.ppo_choose.restype = [ctypes.c_char_p], ctypes.c_char_p
         library.ppo_call_bytes.restype = ctypes.c_int64
@@ -178,6 +181,21 @@ def vocab_stats(
     for rows in _row_blocks(logits):
         block, mask = _block(logits, rows), _block(keep_mask, rows)
         _call(function, block, target[rows], mask, _per_row(temperature, rows), stats[:, rows], sizes)
+
+
+def finish(stats: Tensor, temperature: Tensor | None, log_prob: Tensor, entropy: Tensor) -> None:
+    """Fill ``log_prob [N]`` and ``entropy [N]`` of one rank; its ``stats [K, N]`` become the normalizers."""
+    assert _library is not None
+    threads = torch.get_num_threads()
+    numbers = (*stats.shape, *_vector(temperature), log_prob.data_ptr(), entropy.data_ptr(), threads)
+    _library.ppo_finish(_FINISH.pack(*_matrix(stats), *numbers))
+
+
+def first_bad_target(target: Tensor, ignore_index: int, end: int | None) -> int:
+    """First row of ``target [N]`` int64 that is neither ignored nor in ``[0, end)``; -1 where there is none."""
+    assert _library is not None
+    place = (target.data_ptr(), target.stride()[0], target.shape[0])
+    return int(_library.ppo_first_bad_target(*place, ignore_index, -1 if end is None else end))
 
 
 def logits_grad(

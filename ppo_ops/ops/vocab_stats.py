@@ -61,15 +61,8 @@ def flat_int64(target: Tensor) -> Tensor:
 
 def check_target(target: Tensor, ignore_index: int, where: Shard) -> None:
     """Raise `IndexError` for the first target outside the vocabulary. Reads values, so only for the CPU."""
-    if target.numel() == 0:
-        return
-    lowest, highest = torch.aminmax(target)
-    if lowest >= 0 and (where.end is None or highest < where.end):
-        return
-    bad = (target < 0) if where.end is None else (target < 0) | (target >= where.end)
-    bad &= target != ignore_index
-    if bad.any():
-        row = int(bad.nonzero()[0])
+    row = cpu.first_bad_target(target, ignore_index, where.end)
+    if row >= 0:
         bounds = "[0, vocabulary size)" if where.end is None else f"[0, {where.end})"
         raise IndexError(
             f"target must be in {bounds} or equal ignore_index ({ignore_index}), got {int(target[row])} in row {row}"
@@ -107,7 +100,7 @@ def check_keep_sets(keep_ids: Tensor, keep_offsets: Tensor, where: Shard) -> Non
 
 
 @REGISTRY.impl("_vocab_stats", "CPU")
-def _cpu(
+def vocab_stats_cpu(
     logits: Tensor,
     target: Tensor,
     keep_mask: Tensor | None,

@@ -1,0 +1,80 @@
+"""The short way past the dispatcher is taken only where it leads to the same numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import ppo_ops
+from ppo_ops.ops.logprob_entropy import goes_straight_to_cpu
+
+LOGITS = torch.tensor([[2.0, 1.0, -torch.inf, 0.5], [0.0, 3.0, -1.0, 1e4], [0.0, 1.0, 2.0, 3.0]])
+TARGET = torch.tensor([0, 3, -100])
+TEMPERATURE = torch.tensor([0.5, 2.0, 1.0])
+
+
+class Recorder(TorchDispatchMode):
+    """Notes the operators that pass through the dispatcher."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+class Wrapped(Tensor):
+    """A subclass that changes nothing."""
+
+
+@pytest.mark.parametrize("mask", [None, LOGITS > 0.2], ids=["all", "kept"])
+@pytest.mark.parametrize("temperature", [None, TEMPERATURE], ids=["one", "rows"])
+def test_both_ways_agree(mask: Tensor | None, temperature: Tensor | None) -> None:
+    options = {"temperature": 1.0 if temperature is None else temperature}
+    short = ppo_ops.logprob_entropy(LOGITS, TARGET, mask, **options)
+    with Recorder() as recorder:
+        long = ppo_ops.logprob_entropy(LOGITS, TARGET, mask, **options)
+    assert "ppo._logprob_entropy.default" in recorder.names
+    # The short way rounds once, the long way after each of at most five steps: 4 units in the last place of numbers
+    # below 1e4 / 0.5 in their intermediate steps, which cancel to the outputs' size.
+    torch.testing.assert_close(short, long, rtol=5e-7, atol=5e-7)
+
+
+def test_negated_views_are_read_negated() -> None:
+    short = ppo_ops.logprob_entropy(torch._neg_view(-LOGITS), TARGET, temperature=torch._neg_view(-TEMPERATURE))
+    torch.testing.assert_close(short, ppo_ops.logprob_entropy(LOGITS, TARGET, temperature=TEMPERATURE), rtol=0, atol=0)
+
+
+def test_what_goes_straight() -> None:
+    assert goes_straight_to_cpu(LOGITS, TARGET, None, 3)
+    with torch.inference_mode():
+        assert goes_straight_to_cpu(LOGITS.clone())
+    assert not goes_straight_to_cpu(LOGITS, torch._neg_view(LOGITS))
+    assert not goes_straight_to_cpu(LOGITS.as_subclass(Wrapped))
+    assert not goes_straight_to_cpu(LOGITS.to("meta"))
+    with Recorder():
+        assert not goes_straight_to_cpu(LOGITS)
+    torch.vmap(lambda row: pytest.fail("took it") if goes_straight_to_cpu(row) else row)(LOGITS)
+
+
+def test_a_traced_graph_holds_the_operator() -> None:
+    graph = torch.fx.experimental.proxy_tensor.make_fx(lambda x: ppo_ops.logprob(x, TARGET))(LOGITS)
+    assert torch.ops.ppo._logprob_entropy.default in {node.target for node in graph.graph.nodes}
+
+
+def test_outputs_may_be_overwritten() -> None:
+    logits = LOGITS.clone().requires_grad_()
+    log_prob, entropy = ppo_ops.logprob_entropy(logits, TARGET)
+    (expected,) = torch.autograd.grad((log_prob + entropy).sum(), logits, retain_graph=True)
+    total = (log_prob + entropy).sum()
+    with torch.no_grad():
+        log_prob.zero_()
+        entropy.zero_()
+    (grad,) = torch.autograd.grad(total, logits)
+    torch.testing.assert_close(grad, expected, rtol=0, atol=0)
