@@ -6,11 +6,14 @@ Importing this package registers the operators. It imports neither Triton, Megat
 from ppo_ops import ops  # noqa: F401  (registers the operators)
 from ppo_ops.functional import logprob, logprob_entropy
 from ppo_ops.keep_sets import keep_sets_from_mask, keep_sets_to_mask, top_p_keep_sets
+from ppo_ops.linear import linear_logprob, linear_logprob_entropy
 
 __all__ = [
     "__version__",
     "keep_sets_from_mask",
     "keep_sets_to_mask",
+    "linear_logprob",
+    "linear_logprob_entropy",
     "logprob",
     "logprob_entropy",
     "top_p_keep_sets",

@@ -1,5 +1,5 @@
 """The operators of `torch.ops.ppo`; importing this package registers them."""
 
-from ppo_ops.ops import logits_grad, logprob_entropy, vocab_stats
+from ppo_ops.ops import linear, linear_grad, logits_grad, logprob_entropy, vocab_stats
 
-__all__ = ["logits_grad", "logprob_entropy", "vocab_stats"]
+__all__ = ["linear", "linear_grad", "logits_grad", "logprob_entropy", "vocab_stats"]

@@ -3,6 +3,9 @@
     logits --_vocab_stats--> stats [K, N] --all_gather--> [W, K, N] --merge--> log_prob, entropy, normalizers [K, N]
     backward:  logits, normalizers, upstream gradients --_logits_grad--> grad_logits
 
+    hidden, weight --_linear_vocab_stats--> stats [K, N], then as above
+    backward:  hidden, weight, ... --_linear_grads--> grad_hidden (--all_reduce-->), grad_weight, grad_bias
+
 ``N`` rows, ``W`` ranks that share the vocabulary, ``K`` numbers a row: 3 (log-prob), 4 (with entropy), 6 (with entropy
 and a kept set). `Library.define` and `impl` are used rather than `torch.library.custom_op`, whose wrappers cost 15 to
 40 % more time a call.
@@ -23,17 +26,36 @@ _OPTIONS = (
     "Tensor? keep_ids=None, Tensor? keep_offsets=None, Tensor? temperature=None, int ignore_index=-100, "
     'SymInt? vocab_size=None, SymInt? vocab_start=None, bool inplace_backward=False, str group_name=""'
 )
+_LINEAR_OPTIONS = (
+    "Tensor? temperature=None, int ignore_index=-100, SymInt? vocab_size=None, SymInt? vocab_start=None, "
+    'bool reduce_grad_hidden=True, str group_name=""'
+)
 
 PUBLIC = {
     "logprob": f"(Tensor logits, Tensor target, Tensor? keep_mask=None, *, {_OPTIONS}) -> Tensor log_prob",
     "logprob_entropy": f"(Tensor logits, Tensor target, Tensor? keep_mask=None, *, {_OPTIONS}) "
     "-> (Tensor log_prob, Tensor entropy)",
+    "linear_logprob": f"(Tensor hidden, Tensor weight, Tensor target, Tensor? bias=None, *, "
+    f"Tensor? keep_ids=None, Tensor? keep_offsets=None, {_LINEAR_OPTIONS}) -> Tensor log_prob",
+    "linear_logprob_entropy": f"(Tensor hidden, Tensor weight, Tensor target, Tensor? bias=None, *, "
+    f"{_LINEAR_OPTIONS}) -> (Tensor log_prob, Tensor entropy)",
+}
+
+# Public too. The same restricted to ragged kept sets; an overload, because saved graphs hold the schema above.
+OVERLOADS = {
+    "linear_logprob_entropy.kept": "(Tensor hidden, Tensor weight, Tensor target, Tensor? bias=None, *, "
+    f"Tensor keep_ids, Tensor keep_offsets, {_LINEAR_OPTIONS}) -> (Tensor log_prob, Tensor entropy)",
 }
 
 _ROWS = "Tensor logits, Tensor target, Tensor? keep_mask, Tensor? temperature"
 _KEPT = "Tensor? keep_ids=None, Tensor? keep_offsets=None"
 _UPSTREAM = "Tensor normalizers, Tensor? grad_log_prob, Tensor? grad_entropy"
 _WHERE = "int ignore_index, SymInt? vocab_size, SymInt? vocab_start, str group_name"
+_LAYER = (
+    "Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor? temperature, Tensor? keep_ids, "
+    f"Tensor? keep_offsets, ScalarType compute, {_WHERE}"
+)
+_GRADS = "(Tensor grad_hidden, Tensor grad_weight, Tensor grad_bias)"
 
 PRIVATE = {
     # The whole computation with its autograd formula; the compiler decomposes it into the two stages below.
@@ -44,6 +66,12 @@ PRIVATE = {
     "_logits_grad": f"({_ROWS}, {_UPSTREAM}, {_WHERE}, {_KEPT}) -> Tensor grad_logits",
     # The same gradient written over the logits: the mutation is declared, so autograd's version counter knows of it.
     "_logits_grad_": f"({_ROWS}, {_UPSTREAM}, {_WHERE}, {_KEPT}) -> ()".replace("Tensor logits", "Tensor(a!) logits"),
+    # hidden @ weight.T chunk by chunk: the core, its forward stage, and backward as a composition and as a stage.
+    "_linear_logprob_entropy": f"({_LAYER}, bool with_entropy, bool reduce_grad_hidden) "
+    "-> (Tensor log_prob, Tensor entropy, Tensor normalizers)",
+    "_linear_vocab_stats": f"({_LAYER}, int group_size, bool with_entropy) -> Tensor stats",
+    "_linear_backward": f"({_LAYER}, {_UPSTREAM}, bool[3] wanted, bool reduce_grad_hidden) -> {_GRADS}",
+    "_linear_grads": f"({_LAYER}, {_UPSTREAM}, bool[3] wanted, bool wide_grad_hidden) -> {_GRADS}",
 }
 
 
@@ -57,7 +85,7 @@ class _Registry:
             self.library = torch.library.Library(NAMESPACE, "DEF")
             # The operators live as long as the process, not as long as this module object.
             setattr(torch.ops.ppo, "_owner", self)  # noqa: B010
-            for name, schema in {**PUBLIC, **PRIVATE}.items():
+            for name, schema in {**PUBLIC, **OVERLOADS, **PRIVATE}.items():
                 # One shape, one stride order: Inductor must hand the kernels the layout that the fake kernels saw.
                 self.library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
 
