@@ -1,4 +1,7 @@
-"""What the Triton kernels compile to, without a device: ``python -m benchmarks.triton_compile`` prints the table.
+"""What the Triton kernels compile to, without a device.
+
+    python -m benchmarks.triton_compile            every compiled kernel
+    python -m benchmarks.triton_compile --readme   writes the shorter table of the README's section On a GPU
 
 The launchers run on meta tensors with a recorder in place of the kernel, so what is compiled is what they would launch:
 the same arguments, options and grid.
@@ -10,6 +13,7 @@ import dataclasses
 import functools
 import re
 import subprocess
+import sys
 import tempfile
 from typing import Any
 from unittest import mock
@@ -174,7 +178,22 @@ def in_flight(spec: Spec, registers: int) -> int:
     return programs_per_sm(registers, threads) * block * (spec.dtype.itemsize + spec.masked)
 
 
+def block_shape(spec: Spec) -> tuple[int, int, int]:
+    """Of a block: loads of logits a thread, elements a load, sets of statistics."""
+    arguments = launch(spec).arguments
+    vector = arguments["VECTOR"]
+    if spec.kernel == "forward":
+        return arguments["UNROLL"], vector, 2 if spec.kinds == 6 else 1
+    return arguments["BLOCK"] // (32 * launch(spec).options["num_warps"] * vector), vector, 1
+
+
+def vector_loads(result: Compiled, dtype: torch.dtype) -> int:
+    """128-bit loads in the PTX."""
+    return result.count(rf"ld\.global[.\w:]*\.{WIDE[dtype == torch.float64]}")
+
+
 SECTOR = 32
+WIDE = (r"v4\.b32", r"v2\.b64")
 
 
 def traffic(spec: Spec) -> float:
@@ -221,29 +240,10 @@ def other_architectures() -> list[tuple[Spec, int]]:
     return [(Spec(kernel, d, k, m), c) for c in (80, 100) for kernel in ("forward", "backward") for k, m, d in key]
 
 
-def compile_report() -> str:
-    """A markdown table of what the kernels compile to."""
-    lines = [
-        f"{ROWS} x {VOCABULARY:,} logits; Triton {_version()}, no device needed.",
-        "",
-        "| kernel | architecture | registers | spilled | shared, bytes | in flight an SM, KiB | traffic over least |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for spec, capability in [*((s, 90) for s in specs()), *other_architectures()]:
-        result = compiled(spec, capability)
-        flight, moved = "", ""
-        if spec.kernel != "merge":
-            flight, moved = f"{in_flight(spec, result.registers) / 1024:.0f}", f"{traffic(spec):.4f}"
-        cells = (spec, f"sm_{capability}", result.registers, result.stack + result.local, result.shared, flight, moved)
-        lines.append("| " + " | ".join(map(str, cells)) + " |")
-    return "\n".join(lines)
-
-
-def _version() -> str:
-    import triton
-
-    return str(triton.__version__)
-
-
 if __name__ == "__main__":
-    print(compile_report())
+    from benchmarks import triton_tables
+
+    if "--readme" in sys.argv:
+        triton_tables.write_readme()
+    else:
+        print(triton_tables.compile_report())

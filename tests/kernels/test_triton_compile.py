@@ -11,16 +11,18 @@ import pytest
 import torch
 
 from benchmarks.triton_compile import (
-    Compiled,
+    WIDE,
     Spec,
-    compile_report,
+    block_shape,
     compiled,
     in_flight,
     launch,
     other_architectures,
     specs,
     traffic,
+    vector_loads,
 )
+from benchmarks.triton_tables import MARKS, README, compile_report, readme_table
 from tests.kernels.triton_tools import interpreted_kernels
 
 triton = pytest.importorskip("triton")
@@ -121,15 +123,6 @@ each = pytest.mark.parametrize(("spec", "capability"), ALL, ids=name)
 each_90 = pytest.mark.parametrize("spec", specs(), ids=str)
 
 
-def shape(spec: Spec) -> tuple[int, int, int]:
-    """Loads of logits a thread and block, elements a load, sets of statistics."""
-    arguments = launch(spec).arguments
-    vector = arguments["VECTOR"]
-    if spec.kernel == "forward":
-        return arguments["UNROLL"], vector, 2 if spec.kinds == 6 else 1
-    return arguments["BLOCK"] // (32 * launch(spec).options["num_warps"] * vector), vector, 1
-
-
 @each
 def test_registers(spec: Spec, capability: int) -> None:
     result = compiled(spec, capability)
@@ -142,21 +135,16 @@ def test_registers(spec: Spec, capability: int) -> None:
         assert in_flight(spec, result.registers) >= NEEDED_IN_FLIGHT
 
 
-def vector_loads(result: Compiled, spec: Spec) -> int:
-    wide = r"v2\.b64" if spec.dtype == torch.float64 else r"v4\.b32"
-    return result.count(rf"ld\.global[.\w:]*\.{wide}")
-
-
 @each
 def test_memory_instructions(spec: Spec, capability: int) -> None:
     """Whole vectors of logits, each element once: in the forward's loop and in its tail, and in the backward's loop."""
     if spec.kernel == "merge":
         return
     result = compiled(spec, capability)
-    loads, vector, _ = shape(spec)
+    loads, vector, _ = block_shape(spec)
     bodies = 2 if spec.kernel == "forward" else 1
     if spec.layout == "aligned":
-        assert vector_loads(result, spec) == bodies * loads
+        assert vector_loads(result, spec.dtype) == bodies * loads
         # All else are numbers a row, and the mask: a load of `vector` bytes beside each vector of logits.
         masks = spec.masked and not (spec.kernel == "backward" and spec.upstream == "entropy")
         assert result.count(r"ld\.global") <= bodies * loads * (1 + masks) + 10
@@ -165,7 +153,7 @@ def test_memory_instructions(spec: Spec, capability: int) -> None:
         assert not re.search(r"(ld|st)\.global[.\w:]*\.v[24]", result.ptx)
         assert result.count(r"ld\.global") >= bodies * loads * vector * (1 + spec.masked)
     if spec.kernel == "backward" and spec.layout == "aligned":
-        wide = r"v2\.b64" if spec.dtype == torch.float64 else r"v4\.b32"
+        wide = WIDE[spec.dtype == torch.float64]
         # Blocks of zeros, for rows without an upstream gradient, may have stores of their own.
         stores = result.count(rf"st\.global[.\w:]*\.{wide}")
         assert stores in (loads, 2 * loads)
@@ -178,7 +166,7 @@ def test_one_exponential_an_element(spec: Spec, capability: int) -> None:
     where the sets merge, two where a dropped target joins. Backward: one an element, one a row for two softmaxes."""
     if spec.dtype == torch.float64 or spec.kernel == "merge":
         return
-    loads, vector, sets = shape(spec)
+    loads, vector, sets = block_shape(spec)
     if spec.kernel == "forward":
         expected = 2 * (loads * vector + sets) + sets + 2 * (sets == 2) + 2 * spec.masked
     else:
@@ -253,11 +241,22 @@ def test_traffic(kernel: str, dtype: torch.dtype, kinds: int, masked: bool) -> N
     assert 1 < traffic(Spec(kernel, dtype, kinds, masked)) <= 1.02
 
 
-@pytest.mark.skipif(triton.__version__ != "3.8.0", reason=f"the table is of Triton 3.8.0, this is {triton.__version__}")
+of_triton_3_8 = pytest.mark.skipif(
+    triton.__version__ != "3.8.0", reason=f"the table is of Triton 3.8.0, this is {triton.__version__}"
+)
+
+
+@of_triton_3_8
 def test_golden_registers() -> None:
     """Not a promise: a change here is to be looked at, and the README's table to be made again."""
     lines = (f"{s}, sm_{c}: {compiled(s, c).registers}, {compiled(s, c).shared}" for s, c in ALL)
     assert "\n".join(lines) == GOLDEN.strip()
+
+
+@of_triton_3_8
+def test_readme_shows_what_the_command_makes() -> None:
+    shown = README.read_text().partition(MARKS[0])[2].partition(MARKS[1])[0]
+    assert shown == readme_table()
 
 
 def test_values_compile_nothing_anew() -> None:
