@@ -36,6 +36,9 @@ class Inputs:
     temperature: float | Tensor = 1.0
     vocab_size: int | None = None
 
+    def __str__(self) -> str:
+        return self.name
+
     def sets(self) -> dict[str, Tensor]:
         if self.keep_mask is None:
             return {}

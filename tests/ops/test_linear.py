@@ -44,17 +44,17 @@ def small_workspace() -> Iterator[None]:
     api.set_workspace_bytes()
 
 
-@pytest.mark.parametrize("inputs", CASES, ids=lambda inputs: inputs.name)
+@pytest.mark.parametrize("inputs", CASES, ids=str)
 def test_one_chunk(kernels: str, inputs: Inputs) -> None:
     tools.check(inputs)
 
 
-@pytest.mark.parametrize("inputs", CASES, ids=lambda inputs: inputs.name)
+@pytest.mark.parametrize("inputs", CASES, ids=str)
 def test_many_chunks(kernels: str, small_workspace: None, inputs: Inputs) -> None:
     tools.check(inputs)
 
 
-@pytest.mark.parametrize("inputs", CASES, ids=lambda inputs: inputs.name)
+@pytest.mark.parametrize("inputs", CASES, ids=str)
 def test_where_the_host_must_not_read(
     poisoned_memory: None, small_workspace: None, monkeypatch: pytest.MonkeyPatch, inputs: Inputs
 ) -> None:
@@ -71,7 +71,7 @@ class _LogProbOnly(Inputs):
         return a, torch.zeros_like(b)
 
 
-@pytest.mark.parametrize("inputs", [PLAIN, tools.everything()], ids=lambda inputs: inputs.name)
+@pytest.mark.parametrize("inputs", [PLAIN, tools.everything()], ids=str)
 def test_log_prob_alone(kernels: str, small_workspace: None, inputs: Inputs) -> None:
     hidden, weight, bias = leaves = tools.leaves_of(inputs)
     log_prob = ppo_ops.linear_logprob(hidden, weight, inputs.target, bias, **inputs.options())
