@@ -36,8 +36,9 @@ from ppo_ops.kernels.linear_rows import (
 )
 
 DEFAULT_WORKSPACE_BYTES = 256 << 20
-# A converted block of the weight takes at most this share of the workspace, but has this many columns: fewer would make
-# slow GEMMs.
+# On the CPU a GEMM takes a block of the weight of at most so many bytes, which is no slower than all of it at once, and
+# at most this share of the workspace; but not fewer columns than this.
+BLOCK_BYTES = 16 << 20
 BLOCK_SHARE = 8
 BLOCK_COLUMNS = 256
 
@@ -97,13 +98,16 @@ class _Products:
     def __init__(self, layer: Layer, hidden: Tensor, rows: int, margin: int, backward: bool) -> None:
         self.layer, self.hidden, self.margin = layer, hidden, margin
         self.columns, self.width = layer.weight.shape
-        self.operand = layer.compute if hidden.device.type == "cuda" else layer.accumulate
+        cuda = hidden.device.type == "cuda"
+        self.operand = layer.compute if cuda else layer.accumulate
         self.direct = layer.weight.dtype == layer.compute == self.operand and 1 in layer.weight.stride()
         budget = workspace_bytes()
         self.block = max(1, self.columns)
+        if not (self.direct and cuda):
+            room = min(BLOCK_BYTES, budget // BLOCK_SHARE)
+            fitting = room // max(1, self.width * self.operand.itemsize)
+            self.block = min(self.block, max(BLOCK_COLUMNS, fitting))
         if not self.direct:
-            a_column = max(1, self.width * self.operand.itemsize)
-            self.block = min(self.block, max(BLOCK_COLUMNS, budget // BLOCK_SHARE // a_column))
             self.converted = hidden.new_empty((self.block, self.width), dtype=self.operand)
             budget -= self.converted.nbytes
         narrow = backward and self.operand != layer.accumulate
@@ -115,10 +119,13 @@ class _Products:
         self.workspace = hidden.new_empty(shape, dtype=layer.accumulate)
         self.narrow = self.workspace.new_empty(shape, dtype=self.operand) if narrow else None
 
+    def _places(self) -> Iterator[slice]:
+        for first in range(0, self.columns, self.block):
+            yield slice(first, min(first + self.block, self.columns))
+
     def _blocks(self) -> Iterator[tuple[slice, Tensor]]:
         """Blocks of columns with their weight ``[b, H]`` as a GEMM takes it."""
-        for first in range(0, self.columns, self.block):
-            place = slice(first, min(first + self.block, self.columns))
+        for place in self._places():
             weight = self.layer.weight[place]
             if not self.direct:
                 weight = self.converted[: len(weight)].copy_(weight.to(self.layer.compute))
@@ -142,6 +149,11 @@ class _Products:
     def grad_operand(self, grad_logits: Tensor) -> Tensor:
         """The gradient of the logits as a GEMM takes it."""
         return grad_logits if self.narrow is None else self.narrow[: len(grad_logits)].copy_(grad_logits)
+
+    def add_grad_weight(self, grad_logits: Tensor, hidden: Tensor, total: Tensor, first: bool) -> None:
+        """``grad_logits.T @ hidden`` into the first columns of `total`, or onto them."""
+        for place in self._places():
+            _mm(grad_logits[:, place].t(), hidden, total[place], add=not first)
 
     def put_grad_hidden(self, grad_logits: Tensor, grad_hidden: Tensor, chunk: Chunk) -> None:
         """``grad_logits @ weight``, accumulated over blocks of columns and rounded once."""
@@ -210,4 +222,4 @@ def _add_sums(
         total = gradients.bias[:columns]
         total.copy_(sums) if first else total.add_(sums)
     if gradients.weight is not None:
-        _mm(products.grad_operand(grad_logits).t(), hidden, gradients.weight[:columns], add=not first)
+        products.add_grad_weight(products.grad_operand(grad_logits), hidden, gradients.weight, first)
