@@ -10,4 +10,8 @@ tensor_parallel  what is measured with the vocabulary split over processes
 memory           peak memory, each number from a fresh process
 bounds           the numbers that this project promises, pass or fail
 report, plots    markdown tables and PNG files from the JSON
+
+gpu              another command line, for a GPU that is lent for minutes: ``python -m benchmarks.gpu``
+gpu_*            its cells, peers, tile sizes, tables
+triton_*         what the Triton kernels compile to, without a GPU: ``python -m benchmarks.triton_compile``
 """

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from typing import Any
 
 import pytest
 import torch
 
 from tests.gpu.devices import TOO_SMALL
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """What runs on the CPU is small: threads that other processes keep waiting would only cost time."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def _no_skip(report: Any) -> Any:

@@ -19,6 +19,7 @@ TIME_LIMIT_S = 120
 
 def _rank(rank: int, folder: str, backend: str) -> None:
     """This rank's half of the vocabulary; the outputs and the gradient go to a file."""
+    torch.set_num_threads(1)
     device = "cpu"
     if backend == "nccl":
         torch.cuda.set_device(rank)
