@@ -61,9 +61,20 @@ def entries(
     return Entries(row, column, held, held & first, row_offsets, restricted, broken)
 
 
+def _place(row: Tensor, shape: torch.Size) -> tuple[Tensor, ...]:
+    """`torch.unravel_index` for rows, without its copy of the shape to the device, which waits for the device."""
+    if len(shape) == 1:
+        return (row,)
+    index: list[Tensor] = []
+    for size in reversed(shape):
+        index.insert(0, row % size)
+        row = row // size
+    return tuple(index)
+
+
 def _logits_at(logits: Tensor, row: Tensor, column: Tensor, dtype: torch.dtype) -> Tensor:
     """Logits of the entries, in the accumulation dtype; rows are counted over all leading dimensions."""
-    return logits[(*torch.unravel_index(row, logits.shape[:-1]), column)].to(dtype)
+    return logits[(*_place(row, logits.shape[:-1]), column)].to(dtype)
 
 
 def _per_entry(values: Tensor | None, row: Tensor) -> Tensor | None:
@@ -140,7 +151,7 @@ def put_gradients(grad_logits: Tensor, found: Entries, value: Tensor) -> None:
     # Entries that this rank holds come first in a row: the others repeat the first one's write.
     source = torch.arange(len(value), device=value.device).where(found.held, found.offsets[found.row])
     column = found.column[source]
-    index = (*torch.unravel_index(found.row, grad_logits.shape[:-1]), column)
+    index = (*_place(found.row, grad_logits.shape[:-1]), column)
     written = found.restricted[found.row] & found.held[source]
     grad_logits[index] = value[source].to(grad_logits.dtype).where(written, grad_logits[index])
 
