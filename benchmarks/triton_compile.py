@@ -21,7 +21,7 @@ from unittest import mock
 import torch
 
 ROWS, VOCABULARY = 8192, 151_936
-KERNELS = ("vocab_stats_kernel", "merge_splits_kernel", "logits_grad_kernel")
+KERNELS = ("vocab_stats_kernel", "merge_splits_kernel", "logits_grad_kernel", "entries_kernel")
 TYPES = {
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
@@ -107,6 +107,9 @@ def launch(spec: Spec) -> Launch:
             a = None if spec.upstream == "entropy" else per_row[0]
             b = None if spec.upstream == "log_prob" or spec.kinds == 3 else per_row[0]
             kernels.logits_grad(logits, target, keep_mask, temperature, per_row, a, b, matrix(spec.dtype), **where)
+        elif spec.kernel == "entries":
+            offsets = empty(rows + 1, dtype=torch.int64)
+            kernels.softmax_of_entries(empty(64 * rows, dtype=accumulation), offsets, temperature)
         else:
             kernels.vocab_stats(logits, target, keep_mask, temperature, per_row, **where)
     return launches[spec.kernel == "merge"]

@@ -25,7 +25,12 @@ def logits_grad(logits: Tensor, *args: Any) -> None:
 
 def kept_vocab_stats(logits: Tensor, *args: Any) -> None:
     """See `kept.vocab_stats`."""
-    kept.vocab_stats(vocab_stats, logits, *args)
+    from ppo_ops.kernels import triton
+
+    def reduce(x: Tensor, found: kept.Entries, temperature: Tensor | None) -> tuple[Tensor, Tensor]:
+        return triton.softmax_of_entries(x, found.offsets, temperature)
+
+    kept.vocab_stats(vocab_stats, logits, *args, reduce=reduce)
 
 
 def kept_logits_grad(logits: Tensor, *args: Any) -> None:

@@ -1,5 +1,7 @@
 """Ragged kept sets (CSR rows of token ids) beside the dense kernels; ATen operators for every device.
 
+On CUDA the sums over a row's ids are a Triton kernel's, which adds in an order that depends on that row alone.
+
 Row ``i`` keeps ``keep_ids[keep_offsets[i] : keep_offsets[i + 1]]`` and its target; an empty row is unrestricted. The
 dense kernels never see the set: they serve unrestricted rows and the entropy, and the functions here replace the kept
 statistics, and the gradient at the kept columns, of the restricted rows. The cost is one pass over the ids.
@@ -90,8 +92,24 @@ def _segments(values: Tensor, found: Entries, reduction: str, initial: float) ->
     return torch.segment_reduce(values, reduction, offsets=found.offsets, axis=0, unsafe=True, initial=initial)
 
 
+def softmax_of_entries(x: Tensor, found: Entries, temperature: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Maximum ``[N]`` of each row's entries ``x [E]``, of which some are -inf, and sum of ``e^((x - maximum) / T)``."""
+    largest = _segments(x, found, "max", -torch.inf)
+    shift = largest.masked_fill(largest == -torch.inf, 0.0)[found.row]
+    terms = _scaled(x - shift, _per_entry(temperature, found.row)).clamp(min=LOWEST).exp()
+    # In float64: a row's terms are added one by one, and there may be 100,000.
+    total = _segments(terms.where(x != -torch.inf, 0.0).double(), found, "sum", 0.0)
+    return largest, total.to(x.dtype)
+
+
 def put_stats(
-    logits: Tensor, target: Tensor, temperature: Tensor | None, found: Entries, dense: Tensor, vocab_start: int
+    logits: Tensor,
+    target: Tensor,
+    temperature: Tensor | None,
+    found: Entries,
+    dense: Tensor,
+    vocab_start: int,
+    reduce: Callable[..., tuple[Tensor, Tensor]] = softmax_of_entries,
 ) -> Tensor:
     """Statistics ``[K, N]`` from the dense ones ``[3, N]``, or ``[4, N]`` with entropy, of the same rows.
 
@@ -101,11 +119,7 @@ def put_stats(
     kept_max, kept_sum, target_logit = dense.new_full((rows,), -torch.inf), dense.new_zeros(rows), dense[2]
     if rows and columns:
         x = _logits_at(logits, found.row, found.column, dense.dtype).where(found.counted, -torch.inf)
-        kept_max = _segments(x, found, "max", -torch.inf)
-        shift = kept_max.masked_fill(kept_max == -torch.inf, 0.0)[found.row]
-        terms = _scaled(x - shift, _per_entry(temperature, found.row)).clamp(min=LOWEST).exp()
-        # In float64: a row's terms are added one by one, and there may be 100,000.
-        kept_sum = _segments(terms.where(found.counted, 0.0).double(), found, "sum", 0.0).to(dense.dtype)
+        kept_max, kept_sum = reduce(x, found, temperature)
         local = target.to(torch.int64) - vocab_start
         owned = (local >= 0) & (local < columns)
         at_target = _logits_at(logits, torch.arange(rows, device=dense.device), local.where(owned, 0), dense.dtype)
@@ -168,14 +182,18 @@ def vocab_stats(
     ignore_index: int,
     vocab_start: int,
     columns: int,
+    reduce: Callable[..., tuple[Tensor, Tensor]] = softmax_of_entries,
 ) -> None:
-    """Fill ``stats [K, N]``, K = 3 or 6, as `ppo_ops.ops.vocab_stats` says; the kept set alone is read for K = 3."""
+    """Fill ``stats [K, N]``, K = 3 or 6, as `ppo_ops.ops.vocab_stats` says; the kept set alone is read for K = 3.
+
+    `reduce` replaces `softmax_of_entries`.
+    """
     found = entries(target, keep_ids, keep_offsets, ignore_index, vocab_start, columns, vocab_end)
     with_entropy = len(stats) == 6
     dense = stats.new_empty((4 if with_entropy else 3, stats.shape[1]))
     read = target if with_entropy else target.masked_fill(found.restricted, ignore_index)
     dense_kernel(logits, read, None, temperature, dense, ignore_index, vocab_start, columns)
-    stats.copy_(put_stats(logits, target, temperature, found, dense, vocab_start))
+    stats.copy_(put_stats(logits, target, temperature, found, dense, vocab_start, reduce))
 
 
 def logits_grad(

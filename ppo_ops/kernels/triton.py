@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ppo_ops.kernels.triton_grad import logits_grad_kernel
-from ppo_ops.kernels.triton_stats import merge_splits_kernel, vocab_stats_kernel
+from ppo_ops.kernels.triton_stats import entries_kernel, merge_splits_kernel, vocab_stats_kernel
 
 
 class Tile(NamedTuple):
@@ -41,6 +41,8 @@ SPLIT_COLUMNS = 32768
 # Columns that a backward program takes: what it reads of its row, 10 numbers, is nothing to them.
 SPAN_COLUMNS = 8192
 MERGE_ROWS = 128
+# Kept ids that a program takes at a time, one program a row; top-p leaves tens to hundreds.
+ENTRIES = 512
 
 
 def _vectors(tensors: list[Tensor], vector: int) -> bool:
@@ -133,6 +135,30 @@ def vocab_stats(
                 num_warps=MERGE_ROWS // 32,
                 enable_fp_fusion=False,
             )
+
+
+def softmax_of_entries(x: Tensor, offsets: Tensor, temperature: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Of the entries ``x [offsets[i] : offsets[i + 1]]`` of each row: maximum, and sum of ``e^((x - maximum) / T)``.
+
+    As `kept.softmax_of_entries`, in an order that does not depend on where a row's entries lie.
+    """
+    rows = offsets.shape[0] - 1
+    out = x.new_empty((2, rows))
+    if rows:
+        with torch.cuda.device_of(x):
+            entries_kernel[(rows,)](
+                x,
+                offsets,
+                temperature,
+                out,
+                _stride(temperature),
+                out.stride(0),
+                UNROLL=ENTRIES // LANES,
+                LANES=LANES,
+                num_warps=LANES // 32,
+                enable_fp_fusion=False,
+            )
+    return out[0], out[1]
 
 
 def logits_grad(

@@ -77,6 +77,8 @@ JIT = {
         "grad_log_prob_ptr",
         "grad_entropy_ptr",
         "grad_logits_ptr",
+        "entries_ptr",
+        "offsets_ptr",
     ],
 }
 

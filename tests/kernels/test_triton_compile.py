@@ -219,6 +219,21 @@ def meeting_layout(spec: Spec) -> set[str]:
     return {definitions[layout] for layout in found}
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_entries(dtype: torch.dtype) -> None:
+    """The kernel of ragged kept sets: whole warps load neighbours, one exponential each, one a lane to rescale."""
+    spec = Spec("entries", dtype, 3)
+    result = compiled(spec, 90)
+    assert result.stack == result.local == 0
+    assert result.registers <= REGISTERS
+    if dtype == torch.float32:
+        unroll = launch(spec).arguments["UNROLL"]
+        assert result.count(r"\bex2\.approx\.ftz\.f32") == unroll + 1 + 1
+        assert result.count(r"ld\.global") == unroll + 3  # two offsets and a temperature
+    assert set(re.findall(r"tt\.addptr .* : !tt\.ptr<\w+>, (i\d+)", result.ttir)) == {"i64"}
+    assert not re.search(r"\b(mul|add|sub)(\.ftz)?\.f(32|64)\b", result.ptx)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_lanes_meet_in_the_same_order_whatever_the_alignment(dtype: torch.dtype) -> None:
     """See Note [Fixed tree]; the order within a lane is in the source."""
@@ -265,6 +280,7 @@ def test_values_compile_nothing_anew() -> None:
         Spec("forward", torch.float32, 6, True),
         Spec("merge", torch.float32, 4),
         Spec("backward", torch.float32, 4),
+        Spec("entries", torch.float32, 3),
     ):
         recorded = launch(spec)
         for parameter in recorded.kernel.params:
