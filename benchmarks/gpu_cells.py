@@ -66,7 +66,7 @@ def checked_cells(plan: Plan) -> list[Cell]:
     """Small cells with every option, that ours must pass before anything is timed."""
     rows, vocabs = (2, (131,)) if plan.toy else (64, (MAIN_VOCAB, 18_992, 32_001))
     found = []
-    for dtype in (*DTYPES, torch.float16, torch.float64):
+    for dtype in DTYPES:
         for vocab in vocabs:
             for options in (
                 {},

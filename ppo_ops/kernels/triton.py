@@ -11,8 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ppo_ops.kernels.triton_entries import entries_kernel
 from ppo_ops.kernels.triton_grad import logits_grad_kernel
-from ppo_ops.kernels.triton_stats import entries_kernel, merge_splits_kernel, vocab_stats_kernel
+from ppo_ops.kernels.triton_stats import merge_splits_kernel, vocab_stats_kernel
 
 
 class Tile(NamedTuple):

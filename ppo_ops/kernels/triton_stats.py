@@ -270,33 +270,3 @@ def merge_splits_kernel(
         lp_max = full_max
         lp_sum = full_sum
     _store_stats(out_ptr + row, stride_out, present, ignored, lp_max, lp_sum, shifted, full_max, full_sum, KINDS, True)
-
-
-@triton.jit(**JIT)
-def entries_kernel(
-    entries_ptr,
-    offsets_ptr,
-    temperature_ptr,
-    out_ptr,
-    stride_temperature,
-    stride_out,
-    UNROLL: tl.constexpr,
-    LANES: tl.constexpr,
-):
-    """Maximum and sum of exponentials of one row's entries, which lie side by side at any alignment."""
-    ACC: tl.constexpr = out_ptr.dtype.element_ty
-    row = tl.program_id(0).to(tl.int64)
-    first = tl.load(offsets_ptr + row)
-    count = (tl.load(offsets_ptr + (row + 1)) - first).to(tl.int32)
-    scale = _exponent_scale(temperature_ptr, row * stride_temperature, ACC)
-    maximum = tl.full((LANES,), NEG_INF, ACC)
-    sum_exp = tl.full((LANES,), 0.0, ACC)
-    place = tl.arange(0, UNROLL)[:, None, None] * LANES + tl.arange(0, LANES)[None, :, None]
-    for block in range(0, count, UNROLL * LANES):
-        x = _load_tile(entries_ptr + first, block, 1, count, UNROLL, LANES, 1, True, False, True)
-        x = tl.where(place < count - block, x, NEG_INF)
-        maximum, sum_exp, _ = _add_tile(x, scale, maximum, sum_exp, sum_exp, 3)
-    maximum, sum_exp, _ = _merge_lanes(maximum, sum_exp, sum_exp, scale)
-    # The maximum ignored NaN; the sum did not.
-    tl.store(out_ptr + row, tl.where(sum_exp == sum_exp, maximum, float("nan")))
-    tl.store(out_ptr + stride_out.to(tl.int64) + row, sum_exp)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-MODULES = tuple(f"ppo_ops.kernels.triton{part}" for part in ("_tile", "_stats", "_grad", ""))
+MODULES = tuple(f"ppo_ops.kernels.triton{part}" for part in ("_tile", "_stats", "_entries", "_grad", ""))
 
 
 def interpreted_kernels() -> ModuleType:
