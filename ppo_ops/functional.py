@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ppo_ops import dtensor
 from ppo_ops.ops.schemas import accumulation_dtype
 
 _LOGPROB = torch.ops.ppo.logprob.default
@@ -138,6 +139,18 @@ def logprob_entropy(
     Source:
         slime pull request 2144 (one autograd function for both); arXiv:1805.02867 (online softmax).
     """
+    if type(logits) is not Tensor and dtensor.is_dtensor(logits):
+        options = {
+            "keep_ids": keep_ids,
+            "keep_offsets": keep_offsets,
+            "temperature": temperature,
+            "ignore_index": ignore_index,
+            "vocab_size": vocab_size,
+            "vocab_start": vocab_start,
+            "inplace_backward": inplace_backward,
+            "group": group,
+        }
+        return dtensor.logprobs(logprob_entropy, logits, target, keep_mask, options)  # type: ignore[no-any-return]
     _plain("logits", logits)
     _plain("target", target)
     return _LOGPROB_ENTROPY(  # type: ignore[no-any-return]
@@ -200,6 +213,18 @@ def logprob(
     Source:
         As `logprob_entropy`.
     """
+    if type(logits) is not Tensor and dtensor.is_dtensor(logits):
+        options = {
+            "keep_ids": keep_ids,
+            "keep_offsets": keep_offsets,
+            "temperature": temperature,
+            "ignore_index": ignore_index,
+            "vocab_size": vocab_size,
+            "vocab_start": vocab_start,
+            "inplace_backward": inplace_backward,
+            "group": group,
+        }
+        return dtensor.logprobs(logprob, logits, target, keep_mask, options)  # type: ignore[no-any-return]
     _plain("logits", logits)
     _plain("target", target)
     return _LOGPROB(  # type: ignore[no-any-return]
