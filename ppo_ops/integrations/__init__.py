@@ -1,5 +1,14 @@
 """Adapters to training frameworks: thin, imported on demand, none needed for the operators.
 
 slime      calculate_log_probs_and_entropy with slime's signature and return shapes
-megatron   Megatron's [s, b, V_local] layout and its tensor-parallel group
+megatron   Megatron's [s, b, V_local] layout, its tensor-parallel group, and what its training loop takes
+verl       verl's log-probabilities and entropies, whole, vocabulary-parallel and from hidden states
+nemo_rl    NeMo-RL's: vocabulary start and end, next-token shift, sum p log p
+trl        TRL's selective_log_softmax and entropies
+areal      AReaL's gather_logprobs and gather_logprobs_entropy
+patch      replaces the functions of an installed verl, TRL or megatron-core by these, and puts them back
 """
+
+from ppo_ops.integrations._patch import Patch, patch
+
+__all__ = ["Patch", "patch"]
