@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,12 +10,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ppo_ops import dtensor
+from ppo_ops.keep_sets import as_tensors
 from ppo_ops.ops.schemas import accumulation_dtype
 
 _LOGPROB = torch.ops.ppo.logprob.default
 _LOGPROB_ENTROPY = torch.ops.ppo.logprob_entropy.default
 
 Group = Any  # ProcessGroup | 1-D DeviceMesh | group name | None
+KeepIds = Tensor | Sequence[Sequence[int] | Tensor]  # [M], or jagged [N, j], or N rows
 
 
 def group_name_of(group: Group) -> str:
@@ -65,6 +68,10 @@ def _temperature_tensor(temperature: float | Tensor, logits: Tensor) -> Tensor |
     return torch.ones((), dtype=accumulation_dtype(logits), device=logits.device) * temperature
 
 
+def _needs_conversion(keep_ids: Any, keep_offsets: Tensor | None) -> bool:
+    return keep_offsets is None or not isinstance(keep_ids, Tensor) or keep_ids.is_nested
+
+
 def _plain(name: str, tensor: Tensor | None) -> None:
     if tensor is not None and not isinstance(tensor, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(tensor)}")
@@ -75,7 +82,7 @@ def logprob_entropy(
     target: Tensor,
     keep_mask: Tensor | None = None,
     *,
-    keep_ids: Tensor | None = None,
+    keep_ids: KeepIds | None = None,
     keep_offsets: Tensor | None = None,
     temperature: float | Tensor = 1.0,
     ignore_index: int = -100,
@@ -97,7 +104,9 @@ def logprob_entropy(
         keep_mask: ``[..., V_local]`` bool, True keeps. Restricts log_prob to the kept set; the target is always kept.
         keep_ids, keep_offsets: the kept set as ragged rows instead of a mask: ``[M]`` and ``[N + 1]`` int32 or int64,
             N rows in the order of target. Row ``i`` keeps the global ids
-            ``keep_ids[keep_offsets[i] : keep_offsets[i + 1]]``; an empty row is unrestricted.
+            ``keep_ids[keep_offsets[i] : keep_offsets[i + 1]]``; an empty row is unrestricted. keep_ids may also be a
+            jagged nested tensor ``[N, j]``, whose parts are used without a copy, or (not under torch.compile) N lists
+            of ids or 1-D tensors; then keep_offsets is None.
         temperature: > 0; a number, or a float32 tensor, 0-dim or shaped like target.
         ignore_index: rows with this target give 0, get a zero gradient, and their logits are not read.
         vocab_size: columns whose global id is not below it are padding and count as absent.
@@ -153,6 +162,8 @@ def logprob_entropy(
         return dtensor.logprobs(logprob_entropy, logits, target, keep_mask, options)  # type: ignore[no-any-return]
     _plain("logits", logits)
     _plain("target", target)
+    if keep_ids is not None and _needs_conversion(keep_ids, keep_offsets):
+        keep_ids, keep_offsets = as_tensors(keep_ids, keep_offsets, target)
     return _LOGPROB_ENTROPY(  # type: ignore[no-any-return]
         logits,
         target,
@@ -173,7 +184,7 @@ def logprob(
     target: Tensor,
     keep_mask: Tensor | None = None,
     *,
-    keep_ids: Tensor | None = None,
+    keep_ids: KeepIds | None = None,
     keep_offsets: Tensor | None = None,
     temperature: float | Tensor = 1.0,
     ignore_index: int = -100,
@@ -227,6 +238,8 @@ def logprob(
         return dtensor.logprobs(logprob, logits, target, keep_mask, options)  # type: ignore[no-any-return]
     _plain("logits", logits)
     _plain("target", target)
+    if keep_ids is not None and _needs_conversion(keep_ids, keep_offsets):
+        keep_ids, keep_offsets = as_tensors(keep_ids, keep_offsets, target)
     return _LOGPROB(  # type: ignore[no-any-return]
         logits,
         target,

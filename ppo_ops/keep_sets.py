@@ -2,10 +2,13 @@
 
 A kept set is ``keep_ids [M]`` and ``keep_offsets [N + 1]`` (CSR): row ``i`` keeps
 ``keep_ids[keep_offsets[i] : keep_offsets[i + 1]]``; an empty row is unrestricted. Plain helpers for one rank that holds
-the whole vocabulary; they read sizes on the host.
+the whole vocabulary; they read sizes on the host. `as_tensors` is what lets the Python functions take a set as a jagged
+nested tensor or as lists.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -112,3 +115,66 @@ def top_p_keep_sets(logits: Tensor, top_p: float, top_k: int | None = None) -> t
 
 def _offsets(sizes: Tensor) -> Tensor:
     return torch.cat([sizes.new_zeros(1), sizes.cumsum(0)]).to(torch.int64)
+
+
+def as_tensors(keep_ids: Any, keep_offsets: Tensor | None, target: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Return the ids and offsets that the operators take, from any way to give a kept set.
+
+    Args:
+        keep_ids: ``[M]`` (then keep_offsets belongs to it and both are returned as they are); a jagged nested tensor
+            ``[N, j]``; or N lists of ids, 1-D int32 or int64 tensors or NumPy arrays, one a row of target in its order.
+        keep_offsets: None for a nested tensor and for lists, which say themselves where rows begin.
+        target: ``[...]``, N elements; lists are copied to its device.
+
+    Returns:
+        keep_ids ``[M]`` and keep_offsets ``[N + 1]``. Of a nested tensor the parts themselves, without a copy; of lists
+        new int64 tensors.
+
+    Raises:
+        TypeError: keep_ids of another kind; lists while a compiler traces.
+        ValueError: keep_offsets beside a nested tensor or lists; a nested tensor that is not ``[N, j]``; another number
+            of lists than N.
+    """
+    if isinstance(keep_ids, Tensor):
+        return _of_nested(keep_ids, keep_offsets) if keep_ids.is_nested else (keep_ids, keep_offsets)
+    if not isinstance(keep_ids, (list, tuple)):
+        raise TypeError(
+            f"keep_ids must be a tensor, a jagged nested tensor or one list of ids a row, got {type(keep_ids)}"
+        )
+    if keep_offsets is not None:
+        raise ValueError("keep_offsets must be None where keep_ids is one list of ids a row, got both")
+    if torch.compiler.is_compiling():
+        raise TypeError(
+            "keep_ids must be a tensor or a jagged nested tensor under torch.compile, got a list, whose ids would be "
+            "constants of the graph"
+        )
+    rows = [_of_row(row, index).to(target.device) for index, row in enumerate(keep_ids)]
+    if len(rows) != target.numel():
+        raise ValueError(f"keep_ids must be one list for each of target's {target.numel()} rows, got {len(rows)} lists")
+    offsets = torch.tensor([0, *(len(row) for row in rows)]).cumsum(0)
+    return torch.cat([target.new_empty(0, dtype=torch.int64), *rows]), offsets.to(target.device)
+
+
+def _of_nested(keep_ids: Tensor, keep_offsets: Tensor | None) -> tuple[Tensor, Tensor]:
+    if keep_offsets is not None:
+        raise ValueError("keep_offsets must be None where keep_ids is a nested tensor, got both")
+    if keep_ids.layout != torch.jagged:
+        raise ValueError(f"keep_ids must have layout torch.jagged where it is nested, got {keep_ids.layout}")
+    if keep_ids.dim() != 2 or keep_ids._ragged_idx != 1:  # type: ignore[attr-defined]
+        raise ValueError(f"keep_ids must have the shape [N, j] with ragged j where it is nested, got {keep_ids.shape}")
+    if keep_ids.lengths() is not None:  # a view that leaves holes between its rows
+        keep_ids = keep_ids.contiguous()
+    return keep_ids.values(), keep_ids.offsets()
+
+
+def _of_row(row: Any, index: int) -> Tensor:
+    """One row's ids, ``[m]`` int64."""
+    ids = row if isinstance(row, Tensor) else torch.as_tensor(row)
+    if not ids.numel():
+        ids = ids.to(torch.int64)
+    if ids.dim() != 1 or ids.dtype not in (torch.int32, torch.int64):
+        raise TypeError(
+            f"keep_ids[{index}] must be a list of ids or a 1-D int32 or int64 tensor, got {ids.dtype} of shape "
+            f"{tuple(ids.shape)}"
+        )
+    return ids.to(torch.int64)
