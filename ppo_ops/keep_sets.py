@@ -155,12 +155,12 @@ def as_tensors(keep_ids: Any, keep_offsets: Tensor | None, target: Tensor) -> tu
     return torch.cat([target.new_empty(0, dtype=torch.int64), *rows]), offsets.to(target.device)
 
 
-def _of_nested(keep_ids: Tensor, keep_offsets: Tensor | None) -> tuple[Tensor, Tensor]:
+def _of_nested(keep_ids: Any, keep_offsets: Tensor | None) -> tuple[Tensor, Tensor]:
     if keep_offsets is not None:
         raise ValueError("keep_offsets must be None where keep_ids is a nested tensor, got both")
     if keep_ids.layout != torch.jagged:
         raise ValueError(f"keep_ids must have layout torch.jagged where it is nested, got {keep_ids.layout}")
-    if keep_ids.dim() != 2 or keep_ids._ragged_idx != 1:  # type: ignore[attr-defined]
+    if keep_ids.dim() != 2 or keep_ids._ragged_idx != 1:
         raise ValueError(f"keep_ids must have the shape [N, j] with ragged j where it is nested, got {keep_ids.shape}")
     if keep_ids.lengths() is not None:  # a view that leaves holes between its rows
         keep_ids = keep_ids.contiguous()

@@ -1,6 +1,6 @@
 """Adapters to training frameworks: thin, imported on demand, none needed for the operators.
 
-slime      calculate_log_probs_and_entropy with slime's signature and return shapes
+slime      slime's log-probs and entropy, of rows and of packed responses with top-p sets
 megatron   Megatron's [s, b, V_local] layout, its tensor-parallel group, and what its training loop takes
 verl       verl's log-probabilities and entropies, whole, vocabulary-parallel and from hidden states
 nemo_rl    NeMo-RL's: vocabulary start and end, next-token shift, sum p log p
