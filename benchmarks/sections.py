@@ -85,11 +85,16 @@ def admitted(
 
 
 def measure(
-    settings: Settings, *cells: Cell, only: tuple[str, ...] = (), threads: tuple[int, ...] = ()
+    settings: Settings,
+    *cells: Cell,
+    only: tuple[str, ...] = (),
+    threads: tuple[int, ...] = (),
+    cold: bool = False,
 ) -> Iterator[Row]:
     """Some cells side by side: gate, then limits and providers of all of them, with each thread count, interleaved.
 
-    Cells of one size and dtype share their logits and their limits, so that ratios between them mean something.
+    Cells of one size and dtype share their logits and their limits, so that ratios between them mean something. `cold`:
+    with caches emptied before each run.
     """
     counts = threads or (settings.threads,)
     limit_of: dict[tuple[Any, ...], list[Run]] = {}
@@ -107,6 +112,8 @@ def measure(
             timed += [(cell, count, provider_run(p, inputs, count), remark) for p, remark in passed]
         shared.setdefault(size, inputs)
     runs = [run for group in limit_of.values() for run in group] + [run for _, _, run, _ in timed]
+    for run in runs:
+        run.cold = cold
     interleave(runs, settings.rounds, settings.budget_s)
     for cell, count, run, remark in timed:
         floor = limits(limit_of[cell.rows, cell.vocab, cell.dtype, count], cell.dtype.itemsize)
@@ -173,7 +180,8 @@ def threads(settings: Settings, only: tuple[str, ...] = ()) -> Iterator[Row]:
 def linearity(settings: Settings) -> Iterator[Row]:
     """Time per element over rows and over the vocabulary, the sizes of a series side by side, the gradient in place.
 
-    The smallest has 65 MB of bfloat16, so that none of them lives in a cache of the last level.
+    The smallest has 65 MB of bfloat16, so that none of them lives in a cache of the last level. Caches are emptied
+    first: writing back what the preparation left in them took 2 ms of any size's forward.
     """
     series = {"rows": [(rows, 32_000) for rows in (1024, 2048, 4096, 8192)]}
     series["vocab"] = [(1024, vocab) for vocab in (32_000, 64_000, 128_000, 256_000)]
@@ -181,7 +189,7 @@ def linearity(settings: Settings) -> Iterator[Row]:
         for over, sizes in series.items():
             # Toy sizes are all the same; only one of them is then measured.
             cells = {Cell(*settings.size(*size), dtype, settings.device): None for size in sizes}
-            for row in measure(settings, *cells, only=("ppo_ops, in place",)):
+            for row in measure(settings, *cells, only=("ppo_ops, in place",), cold=True):
                 if row["ok"]:
                     elements = row["rows"] * row["vocab"]
                     per_element = {f"{s}_ps": 1e9 * row[f"{s}_ms"] / elements for s in ("forward", "backward")}

@@ -7,6 +7,7 @@ timed, obtaining it is.
 
 from __future__ import annotations
 
+import functools
 import gc
 import time
 from collections.abc import Callable
@@ -21,6 +22,8 @@ from torch import Tensor
 from benchmarks.inputs import Inputs
 from benchmarks.providers import Provider
 
+# Twice a last-level cache of 32 MiB.
+COLD_BYTES = 64 << 20
 READ, COPY, FRESH = "limit: read (amax)", "limit: copy_", "limit: fresh copy"
 
 
@@ -33,6 +36,7 @@ class Run:
     prepare: Callable[[], None] = lambda: None
     device: str = "cpu"
     threads: int | None = None
+    cold: bool = False
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
     times: list[list[float]] = field(default_factory=list)
     spent: float = 0.0
@@ -43,6 +47,8 @@ class Run:
         if self.threads is not None and self.threads != torch.get_num_threads():
             torch.set_num_threads(self.threads)
         self.prepare()
+        if self.cold and self.device == "cpu":
+            _empty_caches()
         result, kept, times = None, [], []
         with self.context():
             for step in self.steps:
@@ -59,6 +65,16 @@ class Run:
     def medians(self) -> list[float]:
         """Median seconds of each step."""
         return [median(step) for step in zip(*self.times, strict=True)]
+
+
+@functools.cache
+def _large() -> Tensor:
+    return torch.zeros(COLD_BYTES // 4)
+
+
+def _empty_caches() -> None:
+    """Replace what the last level holds, and above all what it still has to write back, by lines that nobody needs."""
+    _large().sum()
 
 
 def synchronize(device: str) -> None:

@@ -49,7 +49,7 @@ def first_bad_target(target: Tensor, ignore_index: int, end: int | None) -> int:
 
 def finishes(stats: Tensor) -> bool:
     """Whether `finish` takes these statistics: what the native kernels have made."""
-    return stats.dtype == torch.float32 and native.available()
+    return _kernels(stats.dtype) is native
 
 
 def finish(stats: Tensor, temperature: Tensor | None, log_prob: Tensor, entropy: Tensor) -> None:

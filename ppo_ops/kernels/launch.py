@@ -58,6 +58,10 @@ def vocab_stats(
 ) -> None:
     """Fill ``stats [K, N]`` from ``logits [..., V_local]`` and flat ``target [N]``, ``temperature [1] or [N]``."""
     where = {"ignore_index": ignore_index, "vocab_start": vocab_start, "columns": columns}
+    if logits.dim() == 2:
+        if logits.shape[0]:
+            kernels.vocab_stats(logits, target, keep_mask, temperature, stats, **where)
+        return
     views = matrices(logits, keep_mask)
     if len(views) == 1:
         kernels.vocab_stats(views[0][1], target, views[0][2], temperature, stats, **where)
