@@ -31,7 +31,7 @@ STATIC: dict[str, dict[str, Any]] = {
     "logits a list": _call(logits=[[0.0]]),
     "target a number": _call(target=1),
     "target too long": _call(target=torch.tensor([1, 2, 3])),
-    "target with a dimension more": _call(target=TARGET.unsqueeze(1)),
+    "target with two dimensions more": _call(target=TARGET.reshape(2, 1, 1)),
     "target floating point": _call(target=TARGET.float()),
     "target bool": _call(target=TARGET > 2),
     "target on another device": _call(target=TARGET.to("meta")),
@@ -107,8 +107,8 @@ target a number
     TypeError: target must be a tensor, got <class 'int'>
 target too long
     ValueError: target must have the shape of logits without the last dimension (2,), got (3,)
-target with a dimension more
-    ValueError: target must have the shape of logits without the last dimension (2,), got (2, 1)
+target with two dimensions more
+    ValueError: target must have the shape of logits without the last dimension (2,), got (2, 1, 1)
 target floating point
     TypeError: target must have an integer dtype, got torch.float32
 target bool

@@ -7,6 +7,7 @@ import torch
 from expecttest import assert_expected_inline
 
 import ppo_ops  # noqa: F401  (registers the operators)
+from ppo_ops.extra_schemas import EXTRA
 from ppo_ops.ops.schemas import OVERLOADS, PRIVATE, PUBLIC
 
 
@@ -41,11 +42,11 @@ ppo::_linear_grads(Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Te
 
 
 def test_no_other_operator_is_registered() -> None:
-    assert sorted(_registered()) == sorted(f"ppo::{name}" for name in {**PUBLIC, **OVERLOADS, **PRIVATE})
+    assert sorted(_registered()) == sorted(f"ppo::{name}" for name in {**PUBLIC, **OVERLOADS, **PRIVATE, **EXTRA})
 
 
 def test_tags() -> None:
     """Inductor must hand the kernels the strides that the fake kernels saw."""
-    for name in {**PUBLIC, **OVERLOADS, **PRIVATE}:
+    for name in {**PUBLIC, **OVERLOADS, **PRIVATE, **EXTRA}:
         tags = _operator(name).tags
         assert {torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides} <= set(tags), name
