@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
+import torch
+
 logger = logging.getLogger("ppo_ops.integrations")
 
 
@@ -46,6 +48,7 @@ _FRAMEWORKS = {
                 "vocab_parallel_entropy",
                 "vocab_parallel_entropy_with_chunking",
             ),
+            "verl.utils.kernel.linear_cross_entropy": ("linear_cross_entropy",),
         },
         optional=("verl.utils.megatron.tensor_parallel",),
     ),
@@ -200,7 +203,10 @@ def _check_version(framework: _Framework, any_version: bool) -> None:
 def _check_signature(place: str, original: Any, replacement: Callable[..., Any]) -> None:
     if original is None:
         raise ValueError(f"{place} does not exist in this version")
-    theirs = list(inspect.signature(original).parameters)
+    # The `apply` of an autograd function shows its arguments in `forward`, behind the context.
+    owner: Any = getattr(original, "__self__", None)
+    is_apply = isinstance(owner, type) and issubclass(owner, torch.autograd.Function)
+    theirs = list(inspect.signature(owner.forward if is_apply else original).parameters)[int(is_apply) :]
     ours = inspect.signature(replacement).parameters
     positional = [name for name, p in ours.items() if p.kind is not inspect.Parameter.KEYWORD_ONLY]
     extra = [ours[name] for name in positional[len(theirs) :]]

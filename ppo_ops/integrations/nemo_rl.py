@@ -105,6 +105,26 @@ class ChunkedDistributedLogprob:
         )
 
 
+class ChunkedDistributedGatherLogprob:
+    """`DistributedLogprob` for K tokens a position, with a `chunk_size`, which has no effect."""
+
+    @staticmethod
+    def apply(
+        vocab_parallel_logits: Tensor,
+        global_indices: Tensor,
+        vocab_start_index: int,
+        vocab_end_index: int,
+        chunk_size: int,
+        tp_group: Group,
+        inference_only: bool = False,
+    ) -> Tensor:
+        """Computes the log-probabilities of ``global_indices [..., K]``; the rest as `DistributedLogprob.apply`."""
+        check_chunk_size(chunk_size)
+        return _log_prob(
+            vocab_parallel_logits, global_indices, vocab_start_index, vocab_end_index, tp_group, inference_only
+        )
+
+
 class ChunkedDistributedEntropy:
     """`ChunkedDistributedEntropy.apply(vocab_parallel_logits, chunk_size, tp_group)`: sum p log p, at most 0."""
 
@@ -196,7 +216,7 @@ def from_parallel_logits_to_logprobs(
         vocab_parallel_logits, following, vocab_start_index, vocab_end_index, tp_group, inference_only=inference_only
     )
     if cp_size > 1:
-        log_prob = _GatherSequence.apply(log_prob, cp_group)
+        log_prob = _GatherSequence.apply(log_prob, cp_group)  # type: ignore[no-untyped-call]
     return log_prob[:, : length - 1]
 
 
@@ -281,7 +301,7 @@ class _GatherSequence(torch.autograd.Function):
         return torch.cat([*heads, *reversed(tails)], 1)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         grad = grad.contiguous().clone()
         dist.all_reduce(grad, group=ctx.group)
         return _own_chunks(grad, dist.get_rank(ctx.group), dist.get_world_size(ctx.group)), None

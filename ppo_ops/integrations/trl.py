@@ -8,7 +8,6 @@ everywhere. TRL itself is not imported.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from ppo_ops.functional import logprob, logprob_entropy
@@ -63,7 +62,7 @@ def selective_log_softmax(
     Source:
         Signature of TRL 1.16.0, `trl/trainer/utils.py`.
     """
-    return _like_trl(_log_prob(logits, _masked(index, row_mask), temperature), logits)
+    return _like_trl(logprob(logits, _masked(index, row_mask), temperature=temperature), logits)
 
 
 def entropy_from_logits(logits: Tensor, chunk_size: int = 128) -> Tensor:
@@ -137,14 +136,3 @@ def selective_log_softmax_and_entropy(
     if not entropy_requires_grad:
         entropy = entropy.detach()
     return _like_trl(log_prob, logits), _like_trl(entropy, logits)
-
-
-def _log_prob(logits: Tensor, index: Tensor, temperature: float) -> Tensor:
-    if index.dim() != logits.dim():
-        return logprob(logits, index, temperature=temperature)
-    torch._check_value(
-        index.shape[:-1] == logits.shape[:-1],
-        lambda: f"index must have the shape {tuple(logits.shape[:-1])} or one dimension more, got {tuple(index.shape)}",
-    )
-    each = logits.unsqueeze(-2).expand(*index.shape, logits.shape[-1])
-    return logprob(each, index, temperature=temperature)

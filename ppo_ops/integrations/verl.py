@@ -209,3 +209,62 @@ def vocab_parallel_entropy_with_chunking(
     """
     check_chunk_size(chunk_size)
     return entropy_of(vocab_parallel_logits, megatron_group(tp_group))
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    temperature: float = 1.0,
+    reduction: str = "none",
+    dist_process_group: Group = None,
+) -> tuple[Tensor, Tensor]:
+    """Computes the log-probability of each label and the entropy of each row from hidden states, without the logits.
+
+    Args:
+        hidden: ``[..., H]`` floating point.
+        weight: ``[V, H]``, or ``[V_local, H]`` with a group.
+        labels: ``[...]`` any integer dtype, global token ids.
+        temperature: > 0; a float, as verl asks.
+        reduction: "none", or "sum" or "mean" of the log-probs, in any case of letters; the entropy is never reduced.
+        dist_process_group: the group that shares the vocabulary; None: weight holds all of it.
+
+    Returns:
+        log_prob: ``[N]`` float32 (float64 for float64), N rows of all leading dimensions; 0-dim with a reduction.
+        entropy: ``[N]`` float32.
+
+    Raises:
+        ValueError: for another reduction, naming it.
+        TypeError: for a temperature that is not a float, as verl; else as `ppo_ops.linear_logprob_entropy`.
+
+    Cost:
+        As `ppo_ops.linear_logprob_entropy`. Runs on any device; verl's needs CUDA.
+
+    Example:
+        >>> import torch
+        >>> from ppo_ops.integrations.verl import linear_cross_entropy
+        >>> log_prob, entropy = linear_cross_entropy(torch.zeros(1, 2, 8), torch.ones(4, 8), torch.tensor([[0, 3]]))
+        >>> print(tuple(log_prob.shape), f"{log_prob[0].item():.4f} {entropy[0].item():.4f}")
+        (2,) -1.3863 1.3863
+
+    Source:
+        Signature of verl 0.9.1, `verl/utils/kernel/linear_cross_entropy.py`.
+    """
+    from ppo_ops.linear import linear_logprob_entropy
+
+    if not isinstance(temperature, float):
+        raise TypeError(f"temperature must be a float, got {type(temperature)}")
+    if reduction.lower() not in ("none", "sum", "mean"):
+        raise ValueError(f"reduction must be 'none', 'sum' or 'mean', got {reduction!r}")
+    log_prob, entropy = linear_logprob_entropy(
+        hidden.reshape(-1, hidden.shape[-1]),
+        weight,
+        labels.reshape(-1),
+        temperature=temperature,
+        group=dist_process_group,
+    )
+    if reduction.lower() == "sum":
+        log_prob = log_prob.sum()
+    elif reduction.lower() == "mean":
+        log_prob = log_prob.mean()
+    return log_prob, entropy

@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from ppo_ops import reference
 from ppo_ops.integrations import verl as ours
 from tests.cases import Case
 from tests.distributed.harness import Pool
 from tests.integrations import hosts
 from tests.integrations.hosts import Evaluated, case_of
-from tests.tolerances import assert_budget, assert_same_bits
+from tests.tolerances import assert_same_bits
 
 INSTALLED = all(importlib.util.find_spec(name) for name in ("verl", "megatron"))
 needs_verl = pytest.mark.skipif(not INSTALLED, reason="verl is not installed: docs/verl.md says how to run this")
@@ -158,6 +159,42 @@ def test_bfloat16_entropy_is_rounded_once() -> None:
     # Entropies lie in [8, 16), where bfloat16 numbers are 2^-4 apart.
     assert hosts.errors(mine, right) <= 2.0**-5 * 1.001
     assert hosts.errors(theirs, right) > 2 * 2.0**-5
+
+
+# From hidden states. verl's own needs CUDA, so that values are all there is to compare with.
+
+
+@pytest.mark.parametrize("reduction", ["none", "Sum", "mean"])
+def test_linear_cross_entropy(reduction: str) -> None:
+    source = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(*shape, 16, generator=source) for shape in ((2, 3), (50,)))
+    labels = torch.randint(50, (2, 3), generator=source)
+    leaves = [t.clone().requires_grad_() for t in (hidden, weight)]
+    log_prob, entropy = ours.linear_cross_entropy(*leaves, labels, 0.7, reduction)
+    doubles = [t.double().requires_grad_() for t in (hidden, weight)]
+    right, right_entropy = (
+        value.flatten() for value in reference.logprob_entropy(doubles[0] @ doubles[1].T, labels, temperature=0.7)
+    )
+    right = right.sum() if reduction == "Sum" else right.mean() if reduction == "mean" else right
+    (log_prob.sum() + entropy.square().sum()).backward()
+    (right.sum() + right_entropy.square().sum()).backward()
+    pairs = [
+        (log_prob, right),
+        (entropy, right_entropy),
+        *((a.grad, b.grad) for a, b in zip(leaves, doubles, strict=True)),
+    ]
+    for found, expected in pairs:
+        # float32 products of 16 terms, then gradients summed over 50 columns or 6 rows.
+        torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-4)
+        assert found.dtype == torch.float32
+
+
+def test_linear_cross_entropy_refuses() -> None:
+    arguments = torch.zeros(1, 2), torch.zeros(3, 2), torch.zeros(1, dtype=torch.int64)
+    with pytest.raises(ValueError, match="reduction must be 'none', 'sum' or 'mean', got 'max'"):
+        ours.linear_cross_entropy(*arguments, 1.0, "max")
+    with pytest.raises(TypeError, match="temperature must be a float, got <class 'int'>"):
+        ours.linear_cross_entropy(*arguments, 1)
 
 
 # What has no effect, what is refused, what is in place.

@@ -1,0 +1,69 @@
+"""AReaL's functions against values, on one rank and on two. AReaL is in no registry."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import ProcessGroup
+
+from ppo_ops.integrations.areal import gather_logprobs, gather_logprobs_entropy
+from tests.distributed.harness import Pool
+from tests.integrations import hosts
+from tests.integrations.hosts import Evaluated, case_of
+from tests.tolerances import assert_exact, assert_same_bits
+
+WHICH = ("log_prob", "entropy")
+
+
+def _log_prob(group: Any) -> hosts.Function:
+    return lambda logits, labels: (gather_logprobs(logits, labels, tp_group=group),)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_values(dtype: torch.dtype) -> None:
+    """float32 for bfloat16 logits, as AReaL."""
+    case = case_of("areal", dtype)
+    for function, which in ((_log_prob(None), WHICH[:1]), (gather_logprobs_entropy, WHICH)):
+        near = hosts.plainly(case, which, torch.float32)
+        hosts.judge(hosts.evaluate(function, case, which), near, case, which)
+
+
+def _on_rank(group: ProcessGroup, both: bool) -> Evaluated:
+    case = case_of("areal")
+    function = functools.partial(gather_logprobs_entropy, tp_group=group) if both else _log_prob(group)
+    return hosts.evaluate(function, case, WHICH if both else WHICH[:1], hosts.columns(case, group))
+
+
+@pytest.mark.parametrize("both", [False, True])
+def test_values_on_two_ranks(ranks: Pool, both: bool) -> None:
+    case, which = case_of("areal"), WHICH if both else WHICH[:1]
+    found = hosts.join(ranks.run(_on_rank, both, size=2))
+    hosts.judge(found, hosts.plainly(case, which, torch.float32), case, which)
+
+
+def test_temperature_divides_the_logits() -> None:
+    case = case_of("areal")
+    log_prob, entropy = gather_logprobs_entropy(case.logits, case.target, 0.5)
+    # Dividing by a power of two is exact.
+    for found, expected in zip((log_prob, entropy), gather_logprobs_entropy(case.logits * 2, case.target), strict=True):
+        assert_exact(found, expected)
+    assert_exact(gather_logprobs(case.logits, case.target, 0.5), log_prob)
+
+
+@pytest.mark.parametrize("function", [gather_logprobs, gather_logprobs_entropy])
+def test_chunks_change_no_bit(function: Any) -> None:
+    case = case_of("areal")
+    whole = torch.stack(tuple(function(case.logits, case.target)))
+    for chunk_size in (1, 5, 10_000):
+        assert_same_bits(torch.stack(tuple(function(case.logits, case.target, chunk_size=chunk_size))), whole)
+    for bad in (0, -1, 2.0):
+        with pytest.raises(ValueError, match="chunk_size must be a positive integer, got"):
+            function(case.logits, case.target, chunk_size=bad)
+
+
+def test_no_rows() -> None:
+    log_prob, entropy = gather_logprobs_entropy(torch.zeros(0, 4), torch.zeros(0, dtype=torch.int64))
+    assert log_prob.shape == entropy.shape == (0,)
