@@ -36,8 +36,8 @@ class Run:
     prepare: Callable[[], None] = lambda: None
     device: str = "cpu"
     threads: int | None = None
-    cold: bool = False
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
+    cold: bool = False
     times: list[list[float]] = field(default_factory=list)
     spent: float = 0.0
 

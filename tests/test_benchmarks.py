@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -93,6 +94,25 @@ def test_a_provider_that_overwrites_the_logits_is_marked() -> None:
     assert honest["remark"] == ""
     assert suspect["ok"]
     assert suspect["remark"] == "overwrites the logits"
+
+
+def test_timed_runs_are_made_in_the_context_of_their_provider() -> None:
+    inside = [False]
+    timed: list[bool] = []
+
+    @contextmanager
+    def context() -> Iterator[None]:
+        inside[0] = True
+        yield
+        inside[0] = False
+
+    def noting(logits: Tensor, inputs: Inputs) -> Outputs:
+        timed.append(inside[0])
+        return _plain(logits, inputs)
+
+    list(measure(Settings([Provider("noting", noting, context=context)], rounds=3), CELL))
+    assert len(timed) >= 4  # the gate and three rounds
+    assert all(timed)
 
 
 def test_a_peer_that_is_not_installed_is_reported_absent(monkeypatch: pytest.MonkeyPatch) -> None:
