@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ppo_ops.functional import Group, _plain, _temperature_tensor, group_name_of
+from ppo_ops.functional import Group, KeepIds, _needs_conversion, _plain, _temperature_tensor, group_name_of
+from ppo_ops.keep_sets import as_tensors
 from ppo_ops.kernels import linear as _chunked
 
 _LOGPROB = torch.ops.ppo.linear_logprob.default
@@ -35,7 +36,7 @@ def linear_logprob_entropy(
     target: Tensor,
     bias: Tensor | None = None,
     *,
-    keep_ids: Tensor | None = None,
+    keep_ids: KeepIds | None = None,
     keep_offsets: Tensor | None = None,
     temperature: float | Tensor = 1.0,
     ignore_index: int = -100,
@@ -111,6 +112,8 @@ def linear_logprob_entropy(
         "reduce_grad_hidden": reduce_grad_hidden,
         "group_name": group_name_of(group),
     }
+    if keep_ids is not None and _needs_conversion(keep_ids, keep_offsets):
+        keep_ids, keep_offsets = as_tensors(keep_ids, keep_offsets, target)
     if keep_ids is None and keep_offsets is None:
         return _LOGPROB_ENTROPY(hidden, weight, target, bias, **options)  # type: ignore[no-any-return]
     if keep_ids is None or keep_offsets is None:
@@ -126,7 +129,7 @@ def linear_logprob(
     target: Tensor,
     bias: Tensor | None = None,
     *,
-    keep_ids: Tensor | None = None,
+    keep_ids: KeepIds | None = None,
     keep_offsets: Tensor | None = None,
     temperature: float | Tensor = 1.0,
     ignore_index: int = -100,
@@ -166,6 +169,8 @@ def linear_logprob(
     """
     for name, tensor in (("hidden", hidden), ("weight", weight), ("target", target), ("bias", bias)):
         _plain(name, tensor)
+    if keep_ids is not None and _needs_conversion(keep_ids, keep_offsets):
+        keep_ids, keep_offsets = as_tensors(keep_ids, keep_offsets, target)
     return _LOGPROB(  # type: ignore[no-any-return]
         hidden,
         weight,

@@ -210,3 +210,13 @@ def test_lists_under_compile() -> None:
 def test_input_errors(kept: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         ppo_ops.logprob(*_inputs(), **kept)
+
+
+def test_the_output_layer_takes_lists_too() -> None:
+    hidden, weight = torch.randn(3, 4), torch.randn(5, 4)
+    target, sets = torch.tensor([0, 3, 4]), [[0, 1], [], [2, 4, 3]]
+    ragged = {"keep_ids": torch.tensor([0, 1, 2, 4, 3]), "keep_offsets": torch.tensor([0, 2, 2, 5])}
+    expected = ppo_ops.linear_logprob_entropy(hidden, weight, target, **ragged)
+    found = ppo_ops.linear_logprob_entropy(hidden, weight, target, keep_ids=sets)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    torch.testing.assert_close(ppo_ops.linear_logprob(hidden, weight, target, keep_ids=sets), expected[0])

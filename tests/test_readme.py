@@ -69,7 +69,8 @@ def test_two_rank_code_prints_what_it_says_on_both(tmp_path: Path) -> None:
         pytest.fail(f"torchrun took more than {TIME_LIMIT} s: {printed}{errors}")
     assert process.returncode == 0, errors
     (line,) = promised_output(code)
-    assert printed.splitlines() == [line, line]
+    # Each rank writes a line and its end in two steps, between which the other may write.
+    assert printed.replace("\n", "") == 2 * line
 
 
 def test_schemas_are_the_registered_ones() -> None:
