@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import re
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
@@ -10,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import ppo_ops
 from ppo_ops import reference
@@ -135,3 +137,141 @@ def test_an_empty_batch_shard(ranks: Pool) -> None:
 def test_compiled(ranks: Pool, layout: str, columns: int) -> None:
     replies = ranks.run(_run, layout, columns, columns == 7, True, size=LAYOUTS[layout][0], timeout=SLOW)
     _check(layout, columns, replies)
+
+
+def _extras(logits: Any, many: Any) -> tuple[Any, ...]:
+    ids, log_probs = ppo_ops.vocab_parallel_topk(logits, 3)
+    return log_probs, ppo_ops.logprob(logits, many, temperature=0.7), ppo_ops.sum_squared_probs(logits), ids
+
+
+def _run_extras(group: ProcessGroup, layout: str, columns: int, plain: bool, compiled: bool) -> list[Any]:
+    _, shape, placements = LAYOUTS[layout]
+    mesh = _mesh(group, shape)
+    whole = _whole(layout, columns)[0]
+    logits = _put(whole, mesh, placements).requires_grad_()
+    many = _put(torch.arange(10).reshape(5, 2) % columns, mesh, _rows(layout))
+    if compiled:
+        torch._dynamo.reset()
+    function = torch.compile(_extras, backend="aot_eager", fullgraph=True) if compiled else _extras
+    *outputs, ids = function(logits, many.to_local() if plain else many)
+    (grad,) = torch.autograd.grad(sum(output.sum() for output in outputs), logits)
+    assert grad.placements == placements
+    assert all(output.placements == _rows(layout) for output in (*outputs, ids))
+    return [output.detach().full_tensor() for output in (*outputs, grad, ids)]
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("layout", ["replicated", "four", "batch_and_vocabulary"])
+def test_topk_and_many_targets_and_squares(ranks: Pool, layout: str, compiled: bool) -> None:
+    columns = 7
+    leaf = _whole(layout, columns)[0].requires_grad_()
+    right_ids = leaf.detach().sort(dim=-1, descending=True)[1][:, :3]
+    log_p, many = leaf.log_softmax(-1), torch.arange(10).reshape(5, 2) % columns
+    right = [log_p.gather(1, right_ids), (leaf / 0.7).log_softmax(-1).gather(1, many), log_p.exp().square().sum(-1)]
+    (grad,) = torch.autograd.grad(sum(output.sum() for output in right), leaf)
+    size = LAYOUTS[layout][0]
+    for *outputs, ids in ranks.run(_run_extras, layout, columns, compiled, compiled, size=size, timeout=SLOW):
+        assert torch.equal(ids, right_ids)
+        for actual, expected in zip(outputs, (*right, grad), strict=True):
+            assert_fp64(actual, expected.detach())
+
+
+def _ragged(group: ProcessGroup, layout: str, plain: bool) -> Tensor:
+    """The kept sets of `_whole`'s mask as ragged rows of this rank, or of all as a replicated DTensor."""
+    _, shape, placements = LAYOUTS[layout]
+    mesh = _mesh(group, shape)
+    logits, target, mask, _ = _whole(layout, 7)
+    if plain:
+        mask = _put(mask, mesh, _rows(layout)).to_local()
+    ids, offsets = ppo_ops.keep_sets_from_mask(mask)
+    sets = (ids, offsets) if plain else tuple(_put(t, mesh, _rows(layout)) for t in (ids, offsets))
+    where = _put(target, mesh, _rows(layout))
+    logits = _put(logits, mesh, placements)
+    log_prob = ppo_ops.logprob(logits, where, keep_ids=sets[0], keep_offsets=sets[1])
+    whole: Tensor = log_prob.full_tensor()
+    return whole
+
+
+@pytest.mark.parametrize(("layout", "plain"), [("four", True), ("four", False), ("batch_and_vocabulary", True)])
+def test_ragged_sets(ranks: Pool, layout: str, plain: bool) -> None:
+    logits, target, mask, _ = _whole(layout, 7)
+    assert bool(mask.any(1).all())  # a row that keeps nothing would mean another thing as a mask
+    expected, _ = reference.logprob_entropy(logits, target, mask)
+    for actual in ranks.run(_ragged, layout, plain, size=LAYOUTS[layout][0]):
+        assert_fp64(actual, expected)
+
+
+def _refused(group: ProcessGroup) -> dict[str, str]:
+    """What each bad call on a 2 x 2 mesh raises, of logits [4, 8]."""
+    mesh, last = _square(), Shard(1)
+    whole, target = torch.randn(4, 8), torch.zeros(4, dtype=torch.int64)
+
+    def logits(*placements: Any) -> Any:
+        return _put(whole, mesh, placements)
+
+    good, local = logits(Shard(0), last), target[:2]
+    partial = DTensor.from_local(whole, mesh, (Replicate(), Partial()))
+    other = DeviceMesh.from_group(group, "cpu")
+    calls: dict[str, Callable[[], Any]] = {
+        "vocabulary twice": lambda: ppo_ops.logprob(logits(last, last), target),
+        "partial": lambda: ppo_ops.logprob(partial, target),
+        "partial squares": lambda: ppo_ops.sum_squared_probs(partial),
+        "group": lambda: ppo_ops.logprob(good, local, group=group),
+        "vocab_start": lambda: ppo_ops.logprob(good, local, vocab_start=0),
+        "vocab_size": lambda: ppo_ops.logprob(good, local, vocab_size=9),
+        "inplace_backward": lambda: ppo_ops.logprob(good, local, inplace_backward=True),
+        "all rows plain": lambda: ppo_ops.logprob(good, target),
+        "target placement": lambda: ppo_ops.logprob(good, _put(target, mesh, (Replicate(), Replicate()))),
+        "target mesh": lambda: ppo_ops.logprob(good, _put(target, other, (Replicate(),))),
+        "mask of all columns": lambda: ppo_ops.logprob(good, local, torch.ones(2, 8, dtype=torch.bool)),
+        "mask placement": lambda: ppo_ops.logprob(
+            good, local, _put(torch.ones(4, 8, dtype=torch.bool), mesh, (Shard(0), Replicate()))
+        ),
+        "temperature of all rows": lambda: ppo_ops.logprob(good, local, temperature=torch.ones(4)),
+        "ragged": lambda: ppo_ops.logprob(
+            good, local, keep_ids=_put(target, mesh, (Replicate(), Replicate())), keep_offsets=torch.zeros(3).long()
+        ),
+        "not chunks": lambda: ppo_ops.logprob(
+            DTensor.from_local(torch.zeros(4, 2), mesh, (Replicate(), last), shape=(4, 8), stride=(8, 1)), target
+        ),
+        "operator": lambda: torch.ops.ppo.logprob(good, _put(target, mesh, (Shard(0), Replicate()))),
+        "operator, mixed": lambda: torch.ops.ppo.logprob(good, target),
+        "plain logits": lambda: ppo_ops.logprob(whole, _put(target, mesh, (Replicate(), Replicate()))),
+    }
+    texts = {}
+    for name, call in calls.items():
+        try:
+            call()
+            texts[name] = "no error"
+        except Exception as error:
+            texts[name] = f"{type(error).__name__}: {error}"
+    return texts
+
+
+REFUSED = {
+    "vocabulary twice": r"ValueError: logits must be a DTensor with the placements Shard\(1\) on at most one .*got",
+    "partial": "ValueError: logits must be a DTensor with the placements .*got .*Partial.*redistribute",
+    "partial squares": "ValueError: logits must be a DTensor with the placements .*got .*Partial.*redistribute",
+    "group": "ValueError: group must be None for DTensor logits",
+    "vocab_start": "ValueError: vocab_start must be None for DTensor logits.*got 0",
+    "vocab_size": "ValueError: vocab_size must be at most the 8 columns .*got 9",
+    "inplace_backward": "ValueError: inplace_backward must be False for DTensor logits",
+    "all rows plain": r"ValueError: target as a plain tensor must be this rank's part, of shape \(2,\).*got \(4,\)",
+    "target placement": "ValueError: target must have the placements .*Shard.*got .*Replicate.*Replicate",
+    "target mesh": "ValueError: target must be on the mesh of logits",
+    "mask of all columns": r"ValueError: keep_mask as a plain tensor .*\(2, 4\).*got \(2, 8\)",
+    "mask placement": "ValueError: keep_mask must have the placements",
+    "temperature of all rows": r"ValueError: temperature as a plain tensor .*\(2,\).*got \(4,\)",
+    "ragged": "ValueError: keep_ids must be a plain tensor of this rank's rows",
+    "not chunks": "ValueError: logits of 8 columns on 2 ranks must have 4 here, got 2",
+    "operator": "NotImplementedError: Operator ppo.* does not have a sharding strategy",
+    "operator, mixed": "RuntimeError: ppo.*got mixed torch.Tensor and DTensor",
+    "plain logits": "RuntimeError: ppo.*got mixed torch.Tensor and DTensor",
+}
+
+
+def test_errors(ranks: Pool) -> None:
+    for texts in ranks.run(_refused, size=4):
+        assert texts.keys() == REFUSED.keys()
+        for name, pattern in REFUSED.items():
+            assert re.match(pattern, texts[name], re.DOTALL), (name, texts[name])
