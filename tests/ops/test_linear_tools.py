@@ -20,12 +20,14 @@ ppo_ops.linear_logprob = wrong
 """
 
 
+@pytest.mark.training
 def test_example(tmp_path: Path) -> None:
     status, output = run("05_linear_head.py", tmp_path)
     assert status == 0, output
     assert output.endswith("OK\n"), output
 
 
+@pytest.mark.training
 def test_example_notices_a_wrong_gradient(tmp_path: Path) -> None:
     """The gradient of the hidden states a tenth too small; values and the head's gradient are right."""
     status, output = run("05_linear_head.py", tmp_path, preamble=WRONG_GRADIENT)
