@@ -6,6 +6,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+import types
 from typing import Any, NamedTuple
 
 import pytest
@@ -14,7 +15,14 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ppo_ops import reference
-from ppo_ops.integrations.megatron import vocab_parallel_cross_entropy, vocab_parallel_logprob_entropy
+from ppo_ops.integrations import patch
+from ppo_ops.integrations.megatron import (
+    compute_language_model_loss,
+    fused_vocab_parallel_cross_entropy,
+    policy_loss_func,
+    vocab_parallel_cross_entropy,
+    vocab_parallel_logprob_entropy,
+)
 from tests import oracle
 from tests.cases import Case, generator, random_mask
 from tests.distributed.harness import Pool
@@ -189,3 +197,129 @@ def test_adapters_import_no_framework() -> None:
     )
     done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "[]\n"
+
+
+# What a training loop takes.
+
+
+def _both_losses(group: ProcessGroup) -> tuple[Loss, Loss]:
+    """`compute_language_model_loss` as a function, and the method of Megatron's models, patched and called unbound."""
+    state = _initialize()
+    from megatron.core.models.common.language_module.language_module import LanguageModule
+
+    case, tp_group = _case(0, torch.float32), state.get_tensor_model_parallel_group()
+    labels, shard = case.target.T, case.logits.chunk(TP, -1)[state.get_tensor_model_parallel_rank()]
+    config = types.SimpleNamespace(cross_entropy_loss_fusion=True, cross_entropy_fusion_impl="native")
+    model = types.SimpleNamespace(config=config, pg_collection=types.SimpleNamespace(tp=tp_group))
+    found = []
+    for patched in (False, True):
+        leaf = shard.clone().requires_grad_()
+        if patched:
+            with patch("megatron"):
+                loss = LanguageModule.compute_language_model_loss(model, labels, leaf.clone())
+        else:
+            loss = compute_language_model_loss(labels, leaf.clone())
+        loss.square().sum().backward()
+        assert leaf.grad is not None
+        found.append(Loss(loss.detach(), leaf.grad))
+    return found[0], found[1]
+
+
+@needs_megatron
+def test_language_model_loss(ranks: Pool) -> None:
+    """The function, and Megatron's method with its losses replaced: the same bits, and the definition."""
+    for mine, method in ranks.run(_both_losses, size=4):
+        assert_same_bits(mine.value, method.value)
+        assert_same_bits(mine.grad_logits, method.grad_logits)
+        assert mine.value.is_contiguous()
+        right = -reference.logprob_entropy(_case(0, torch.float32).logits, _case(0, torch.float32).target)[0].T
+        # float32 roundings of numbers up to 40.
+        torch.testing.assert_close(mine.value.double(), right, rtol=1e-6, atol=1e-5)
+
+
+class Step(NamedTuple):
+    loss: Tensor
+    grad_logits: Tensor
+    reports: list[dict[str, Tensor]]
+    kept: dict[str, Tensor]
+
+
+def _policy_inputs() -> dict[str, Tensor]:
+    source = generator("megatron policy")
+    shape = (BATCH, SEQUENCE)
+    mask = torch.randint(2, shape, generator=source)
+    target = torch.randint(VOCABULARY, shape, generator=source).masked_fill(mask == 0, -1)
+    old, advantage = -5 * torch.rand(shape, generator=source), torch.randn(shape, generator=source)
+    return {"target": target, "old_log_prob": old, "advantage": advantage, "loss_mask": mask}
+
+
+def _policy_step(group: ProcessGroup) -> Step:
+    """The step of Megatron's schedules that calls a loss function; the whole schedule allocates on CUDA."""
+    state = _initialize()
+    from megatron.core.pipeline_parallel.schedules import forward_step_calc_loss
+
+    shard = _case(0, torch.float32).logits.transpose(0, 1).chunk(TP, -1)[state.get_tensor_model_parallel_rank()]
+    leaf = shard.clone().requires_grad_()
+    loss_func = policy_loss_func(**_policy_inputs(), clip_high=0.28, entropy_coefficient=0.01)
+    config = types.SimpleNamespace(calculate_per_token_loss=False, timers=None, num_moe_experts=None)
+    config.mtp_num_layers = None
+    reports: list[dict[str, Tensor]] = []
+    where = {"vp_stage": None, "num_microbatches": 2, "cp_group_size": 1, "is_last_stage": True, "config": config}
+    arguments = {"model": None, "loss_func": loss_func, **where}
+    loss, _ = forward_step_calc_loss(
+        output_tensor=leaf.clone(), collect_non_loss_data=False, forward_data_store=reports, **arguments
+    )
+    loss.backward()
+    kept: list[dict[str, Tensor]] = []
+    forward_step_calc_loss(output_tensor=leaf, collect_non_loss_data=True, forward_data_store=kept, **arguments)
+    assert leaf.grad is not None
+    return Step(loss.detach(), leaf.grad, reports, kept[0])
+
+
+@needs_megatron
+def test_policy_loss_in_a_schedule(ranks: Pool) -> None:
+    """Loss, gradient and reports against the formula in float64."""
+    first, second = ranks.run(_policy_step, size=4)[:TP]
+    inputs = _policy_inputs()
+    mask = inputs["loss_mask"] == 1
+    logits = _case(0, torch.float32).logits.transpose(0, 1).double().requires_grad_()
+    log_prob, entropy = reference.logprob_entropy(logits, inputs["target"].masked_fill(~mask, -100))
+    ratio, advantage = (log_prob - inputs["old_log_prob"]).exp(), inputs["advantage"].double()
+    policy = torch.maximum(-advantage * ratio, -advantage * ratio.clamp(0.8, 1.28))
+    # Megatron divides the sum by the tokens and by the number of micro-batches.
+    loss = ((policy - 0.01 * entropy) * mask).sum() / mask.sum() / 2
+    loss.backward()
+    assert logits.grad is not None
+    # float32 roundings of log-probs up to 40, in an exponential.
+    near: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-5}
+    for step in (first, second):
+        torch.testing.assert_close(step.loss.double(), loss.detach(), **near)
+        torch.testing.assert_close(step.kept["log_prob"].double(), log_prob.detach(), **near)
+        torch.testing.assert_close(step.kept["entropy"].double(), entropy.detach(), **near)
+        assert not step.kept["log_prob"].requires_grad
+        (report,) = step.reports
+        clipped = ((ratio < 0.8) | (ratio > 1.28)) & mask
+        for name, value in (("policy loss", policy * mask), ("entropy", entropy), ("clipped", clipped)):
+            torch.testing.assert_close(report[name].double(), torch.stack([value.sum(), mask.sum()]).double(), **near)
+    torch.testing.assert_close(torch.cat([first.grad_logits, second.grad_logits], -1).double(), logits.grad, **near)
+
+
+def test_positions_outside_the_loss_mask_are_not_read() -> None:
+    inputs = _policy_inputs()
+    logits = torch.zeros(BATCH, SEQUENCE, VOCABULARY)
+    logits[inputs["loss_mask"] == 0] = torch.nan
+    leaf = logits.requires_grad_()
+    loss, tokens, report = policy_loss_func(**inputs, entropy_coefficient=0.01, tp_group="")(leaf)
+    loss.backward()
+    assert leaf.grad is not None
+    assert loss.isfinite()
+    assert all(value.isfinite().all() for value in report.values())
+    assert tokens == inputs["loss_mask"].sum()
+    assert (leaf.grad[inputs["loss_mask"] == 0] == 0).all()
+
+
+def test_fused_cross_entropy_has_its_own_signature() -> None:
+    logits, target = _logits_and_target()
+    assert_same_bits(
+        fused_vocab_parallel_cross_entropy(logits, target, ""), vocab_parallel_cross_entropy(logits, target, 0.0, "")
+    )
