@@ -212,7 +212,8 @@ def logprob(
     Cost:
         One all-gather of 3 numbers a row in forward, also with a kept set, none in backward; the rest as
         `logprob_entropy`. With K ids a position 2 + K numbers a row instead of 3, and K columns of the gradient
-        written twice.
+        written twice. With a ragged set (not a mask) forward reads the kept logits alone. Backward reads no more than
+        them either, but it has to write a full gradient: zeros, then the kept columns.
 
     Numerics, Gradient:
         As `logprob_entropy`; with a kept set only kept logits matter, so a NaN in a dropped column has no effect.

@@ -47,6 +47,11 @@ def first_bad_target(target: Tensor, ignore_index: int, end: int | None) -> int:
     return int(bad.nonzero()[0]) if bad.any() else -1
 
 
+def right_sets(keep_ids: Tensor, keep_offsets: Tensor, end: int | None) -> bool:
+    """Whether a kept set is right (see `native.right_sets`); False where only a closer look can tell."""
+    return native.available() and native.right_sets(keep_ids, keep_offsets, end)
+
+
 def finishes(stats: Tensor) -> bool:
     """Whether `finish` takes these statistics: what the native kernels have made."""
     return _kernels(stats.dtype) is native

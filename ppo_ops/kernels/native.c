@@ -189,7 +189,7 @@ static void run(const void *context, RowFunction function, int64_t rows, int64_t
 #include "native_finish.inc"
 
 static void run_call(const Call *call, RowFunction function) {
-  run(call, function, call->rows, call->columns, call->threads);
+  run(call, function, call->rows, call->offsets ? kept_work(call) : call->columns, call->threads);
 }
 
 EXPORT void ppo_vocab_stats(const Call *call) { run_call(call, call->offsets ? kept_stats_row : stats_row); }

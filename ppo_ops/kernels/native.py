@@ -38,6 +38,13 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
             function.argtypes, function.restype = [ctypes.c_char_p], None
         library.ppo_first_bad_target.argtypes = [ctypes.c_void_p, *[ctypes.c_int64] * 4]
         library.ppo_first_bad_target.restype = ctypes.c_int64
+        library.ppo_right_sets.argtypes = [
+            ctypes.c_void_p,
+            *[ctypes.c_int64] * 2,
+            ctypes.c_void_p,
+            *[ctypes.c_int64] * 2,
+        ]
+        library.ppo_right_sets.restype = ctypes.c_int64
         library.ppo_set_parallel.argtypes, library.ppo_set_parallel.restype = [ctypes.c_void_p], None
         library.ppo_choose.argtypes, library.ppo_choose.restype = [ctypes.c_char_p], ctypes.c_char_p
         library.ppo_call_bytes.restype = ctypes.c_int64
@@ -196,6 +203,14 @@ def first_bad_target(target: Tensor, ignore_index: int, end: int | None) -> int:
     assert _library is not None
     place = (target.data_ptr(), target.stride()[0], target.shape[0])
     return int(_library.ppo_first_bad_target(*place, ignore_index, -1 if end is None else end))
+
+
+def right_sets(keep_ids: Tensor, keep_offsets: Tensor, end: int | None) -> bool:
+    """Whether ``keep_offsets [N + 1]`` are those of rows of ``keep_ids [M]``, and all ids in ``[0, end)``."""
+    assert _library is not None
+    ids, offsets = keep_ids.contiguous(), keep_offsets.to(torch.int64).contiguous()
+    place = (ids.data_ptr(), ids.dtype == torch.int64, ids.shape[0], offsets.data_ptr(), offsets.shape[0] - 1)
+    return bool(_library.ppo_right_sets(*place, -1 if end is None else end))
 
 
 def logits_grad(
