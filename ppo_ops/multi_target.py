@@ -214,7 +214,9 @@ def _overwrite(grad: Tensor, local: Tensor, owned: Tensor, value: Tensor) -> Non
     first = owned & (local == 0)
     place = first.to(torch.int8).argmax(1, keepdim=True)
     column = value.gather(1, place).where(first.any(1, keepdim=True), grad[:, :1])
-    grad.scatter_(1, local, value.where(owned, column))
+    rows = torch.arange(len(grad), device=grad.device).unsqueeze(1)
+    # Not `scatter_`, which for bfloat16 and float16 copies the whole matrix on the CPU (torch 2.13).
+    grad.index_put_((rows, local), value.where(owned, column))
 
 
 @REGISTRY.fake("_targets_grad")

@@ -4,9 +4,8 @@
     d squares / d x_v = 2 p_v (p_v - squares) / T
 
 Stage 1 gives ``[3, N]``: M, S and Q of this rank. Q is a sum of exponentials at half the temperature, so the same
-kernels make it; rows are taken in blocks, so that on a CPU the second sum finds its logits in the cache. Over ranks
-``S = sum_r e^{d_r} S_r`` and ``Q = sum_r e^{2 d_r} Q_r`` with ``d_r = (M_r - M) / T``: one all-gather of 3 numbers a
-row.
+kernels make it, in blocks of rows. Over ranks ``S = sum_r e^{d_r} S_r`` and ``Q = sum_r e^{2 d_r} Q_r`` with
+``d_r = (M_r - M) / T``: one all-gather of 3 numbers a row.
 """
 
 from __future__ import annotations
@@ -58,8 +57,8 @@ def sum_squared_probs(
 
     Cost:
         One all-gather of 3 numbers a row in forward, none for one rank, none in backward. Forward takes two sums over
-        the logits, in blocks that stay in a CPU's cache; on other devices it reads them twice. Backward reads once and
-        writes once, by torch operators in blocks. Saves the logits and 3 numbers a row.
+        the logits, so it costs two of `logprob`. Backward reads once and writes once, by torch operators in blocks of
+        rows, several times slower than `logprob`'s. Saves the logits and 3 numbers a row.
 
     Numerics:
         As `logprob_entropy`.

@@ -90,7 +90,9 @@ def test_a_warm_compile_cache(tmp_path: Path) -> None:
             for reply, hits in pool.run(_with_cache, 8, size=2, timeout=SLOW):
                 for actual, right in zip(reply[:3], (log_prob, entropy, grad), strict=True):
                     assert_fp64(actual, right.detach())
-                assert hits == run, "the cache was not cold, or not used"
+                # torch 2.11 does not cache graphs with DTensors; 2.13 and 2.14 do.
+                at_least = run if torch.__version__ >= "2.13" else 0
+                assert at_least <= hits <= run, "the cache was not cold, or not used"
 
 
 @pytest.fixture
