@@ -216,7 +216,7 @@ def from_parallel_logits_to_logprobs(
         vocab_parallel_logits, following, vocab_start_index, vocab_end_index, tp_group, inference_only=inference_only
     )
     if cp_size > 1:
-        log_prob = _GatherSequence.apply(log_prob, cp_group)  # type: ignore[no-untyped-call]
+        log_prob = _GatherSequence.apply(log_prob, cp_group)  # type: ignore[no-untyped-call,unused-ignore]
     return log_prob[:, : length - 1]
 
 
