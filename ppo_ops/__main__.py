@@ -66,7 +66,8 @@ def missing() -> list[str]:
     if not native.available():
         lines.append(
             f"native CPU kernels: {native.why_unavailable()}. The CPU runs the ATen kernels, several times slower, "
-            "with the same results within rounding. To have them: a C compiler, then ppo_ops installed again; PPO_OPS_NATIVE unset"
+            "with the same results within rounding. To have them: a C compiler, then ppo_ops installed again; "
+            "PPO_OPS_NATIVE unset"
         )
     if not torch.cuda.is_available():
         lines.append("CUDA: torch finds no device. CPU tensors are served all the same")
