@@ -16,7 +16,6 @@ from ppo_ops import self_check
 from ppo_ops.kernels import native
 
 HOME = Path(ppo_ops.__file__).parents[1]
-# Seconds that the self-check may take, as promised. It takes half of one; the rest is for a busy machine.
 # Five seconds are promised, two needed on an idle machine; other tests run beside this one.
 PROMISED = 30.0
 
