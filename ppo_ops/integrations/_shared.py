@@ -32,3 +32,10 @@ def megatron_group(tp_group: Group) -> Any:
     except ImportError as error:
         raise ImportError("tp_group must be given where megatron-core is not installed") from error
     return parallel_state.get_tensor_model_parallel_group()
+
+
+def may_overwrite(logits: Tensor) -> bool:
+    """Whether the operator takes `inplace_backward`: it refuses leaves, their views, and gaps in memory."""
+    if torch.compiler.is_compiling() or not logits.requires_grad or not logits.is_contiguous():
+        return False
+    return not (logits.is_leaf or (logits._base is not None and logits._base.is_leaf))

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ppo_ops import losses
 from ppo_ops.functional import Group, logprob, logprob_entropy
-from ppo_ops.integrations._shared import megatron_group
+from ppo_ops.integrations._shared import may_overwrite, megatron_group
 
 _IGNORED = -100
 
@@ -39,7 +39,7 @@ def vocab_parallel_logprob_entropy(
 
     Args:
         vocab_parallel_logits: ``[s, b, V_local]`` (any leading shape) float16, bfloat16, float32 or float64, as
-            Megatron's output layer gives them; any strides. Not modified; Megatron's own losses overwrite float32 ones.
+            Megatron's output layer gives them; any strides. Not modified.
         target: ``[s, b]`` any integer dtype, global token ids.
         tp_group: ProcessGroup, 1-D DeviceMesh or name of the group that shares the vocabulary; None takes
             `megatron.core.parallel_state.get_tensor_model_parallel_group()`.
@@ -88,8 +88,10 @@ def vocab_parallel_cross_entropy(
     """Computes the cross entropy of each position, with the signature of Megatron's function of that name.
 
     Args:
-        vocab_parallel_logits, target, tp_group: as `vocab_parallel_logprob_entropy`. A target of -100 gives a loss and
-            a gradient of 0; Megatron gives such a position some number, to be masked out.
+        vocab_parallel_logits, target, tp_group: as `vocab_parallel_logprob_entropy`, but the gradient overwrites
+            float32 logits that are a contiguous intermediate result; Megatron overwrites float32 ones in forward. A
+            target of -100 gives a loss and a gradient of 0; Megatron gives such a position some number, to be masked
+            out.
         label_smoothing: must be 0.
 
     Returns:
@@ -117,8 +119,10 @@ def vocab_parallel_cross_entropy(
     """
     if label_smoothing != 0.0:
         raise ValueError(f"label_smoothing must be 0, got {label_smoothing}: smoothed targets are not implemented")
+    # Megatron's callers know that it destroys float32 logits. Theirs of other dtypes stay as they were.
+    inplace = vocab_parallel_logits.dtype == torch.float32 and may_overwrite(vocab_parallel_logits)
     group = megatron_group(tp_group)
-    return -logprob(vocab_parallel_logits, target, group=group)
+    return -logprob(vocab_parallel_logits, target, inplace_backward=inplace, group=group)
 
 
 def fused_vocab_parallel_cross_entropy(vocab_parallel_logits: Tensor, target: Tensor, tp_group: Group) -> Tensor:

@@ -9,18 +9,11 @@ verl itself is not imported; megatron-core only by vocab-parallel functions that
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from ppo_ops.functional import Group, logprob
-from ppo_ops.integrations._shared import check_chunk_size, entropy_of, megatron_group
-
-
-def _may_overwrite(logits: Tensor) -> bool:
-    """Whether `inplace_backward` can be honoured: the operator refuses leaves, their views, and gaps in memory."""
-    if torch.compiler.is_compiling() or not logits.requires_grad or not logits.is_contiguous():
-        return False
-    return not (logits.is_leaf or (logits._base is not None and logits._base.is_leaf))
+from ppo_ops.integrations._shared import check_chunk_size, entropy_of, may_overwrite, megatron_group
+from ppo_ops.integrations.megatron import vocab_parallel_cross_entropy
 
 
 def logprobs_from_logits(logits: Tensor, labels: Tensor, inplace_backward: bool = True) -> Tensor:
@@ -53,7 +46,7 @@ def logprobs_from_logits(logits: Tensor, labels: Tensor, inplace_backward: bool 
     Source:
         Signature of verl 0.9.1, `verl/utils/torch_functional.py`.
     """
-    log_prob = logprob(logits, labels, inplace_backward=inplace_backward and _may_overwrite(logits))
+    log_prob = logprob(logits, labels, inplace_backward=inplace_backward and may_overwrite(logits))
     return log_prob if logits.is_cuda else log_prob.to(logits.dtype)
 
 
@@ -121,7 +114,8 @@ def vocab_parallel_log_probs_from_logits(logits: Tensor, labels: Tensor, *, tp_g
     """Computes the log-probability of each label from logits sharded over the vocabulary.
 
     Args:
-        logits: ``[..., V_local]`` floating point. Not modified; verl's function overwrites float32 ones.
+        logits: ``[..., V_local]`` floating point. The gradient overwrites float32 ones that are a contiguous
+            intermediate result; verl's function overwrites float32 ones in forward.
         labels: ``[...]`` any integer dtype, global token ids.
         tp_group: beyond verl: the group that shares the vocabulary; None takes Megatron's tensor-parallel group.
 
@@ -145,7 +139,7 @@ def vocab_parallel_log_probs_from_logits(logits: Tensor, labels: Tensor, *, tp_g
     Source:
         Signature of verl 0.9.1, `verl/utils/megatron/tensor_parallel.py`.
     """
-    return logprob(logits, labels, group=megatron_group(tp_group))
+    return -vocab_parallel_cross_entropy(logits, labels, tp_group=tp_group)
 
 
 def vocab_parallel_entropy(vocab_parallel_logits: Tensor, *, tp_group: Group = None) -> Tensor:

@@ -323,3 +323,16 @@ def test_fused_cross_entropy_has_its_own_signature() -> None:
     assert_same_bits(
         fused_vocab_parallel_cross_entropy(logits, target, ""), vocab_parallel_cross_entropy(logits, target, 0.0, "")
     )
+
+
+@pytest.mark.parametrize(("dtype", "overwritten"), [(torch.float32, True), (torch.bfloat16, False)])
+def test_float32_logits_are_overwritten_as_by_megatron(dtype: torch.dtype, overwritten: bool) -> None:
+    """In backward; Megatron does it in forward, and leaves logits of other dtypes alone."""
+    case = _case(0, dtype)
+    leaf = case.logits.clone().requires_grad_()
+    logits = leaf.clone()
+    loss = vocab_parallel_cross_entropy(logits, case.target, tp_group="")
+    assert torch.equal(logits.detach(), case.logits)
+    loss.sum().backward()
+    assert leaf.grad is not None
+    assert torch.equal(logits.detach(), leaf.grad if overwritten else case.logits)
