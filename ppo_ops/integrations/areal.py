@@ -76,8 +76,7 @@ def gather_logprobs_entropy(
         One all-gather of 4 numbers a row in forward (AReaL: four all-reduces a chunk); the rest as `gather_logprobs`.
 
     Numerics:
-        A -inf logit counts as absent; AReaL's entropy is NaN then. `retain_graph` and a second backward work; AReaL's
-        backward overwrites what it saved.
+        A -inf logit counts as absent; AReaL's entropy is NaN then.
 
     Example:
         >>> import torch

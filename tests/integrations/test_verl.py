@@ -189,6 +189,27 @@ def test_linear_cross_entropy(reduction: str) -> None:
         assert found.dtype == torch.float32
 
 
+def _linear_on_rank(group: ProcessGroup) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    source = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(rows, 16, generator=source) for rows in (6, 50))
+    labels = torch.randint(50, (6,), generator=source)
+    leaves = [t.clone().requires_grad_() for t in (hidden, weight.chunk(group.size())[group.rank()])]
+    log_prob, entropy = ours.linear_cross_entropy(*leaves, labels, 0.7, "none", group)
+    (log_prob.sum() + entropy.square().sum()).backward()
+    return log_prob.detach(), entropy.detach(), leaves[0].grad, leaves[1].grad  # type: ignore[return-value]
+
+
+def test_linear_cross_entropy_on_two_ranks(ranks: Pool) -> None:
+    """The gradient of hidden is each rank's part of the sum, as verl's, whose callers sum it."""
+    (whole,) = ranks.run(_linear_on_rank, size=1)
+    first, second = ranks.run(_linear_on_rank, size=2)
+    found = (*first[:2], first[2] + second[2], torch.cat([first[3], second[3]]))
+    for mine, expected in zip(found, whole, strict=True):
+        # float32 sums in another order.
+        torch.testing.assert_close(mine, expected, rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(first[2], whole[2], rtol=1e-2)
+
+
 def test_linear_cross_entropy_refuses() -> None:
     arguments = torch.zeros(1, 2), torch.zeros(3, 2), torch.zeros(1, dtype=torch.int64)
     with pytest.raises(ValueError, match="reduction must be 'none', 'sum' or 'mean', got 'max'"):
