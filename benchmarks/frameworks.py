@@ -214,7 +214,7 @@ def table(names: list[str], rows: int, vocab: int, rounds: int) -> str:
             measured = _times_and_errors(name, rows, vocab, dtype, rounds)
             for on in (False, True):
                 memory = _fresh(name, on, rows, vocab, dtype)
-                peaks = " / ".join(f"{memory[key]:.2f}" for key in ("forward", "held", "backward"))
+                peaks = " / ".join(f"{max(memory[key], 0.0):.2f}" for key in ("forward", "held", "backward"))
                 seconds = " / ".join(f"{measured[on][key]:.3f}" for key in ("forward s", "backward s"))
                 errors = " / ".join(f"{measured[on][key]:.1e}" if key in measured[on] else "-" for key in ERRORS)
                 label = f"{name}{', patched' if on else ''}"
