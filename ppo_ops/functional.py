@@ -149,34 +149,19 @@ def logprob_entropy(
     Source:
         slime pull request 2144 (one autograd function for both); arXiv:1805.02867 (online softmax).
     """
-    if type(logits) is not Tensor and dtensor.is_dtensor(logits):
-        options = {
-            "keep_ids": keep_ids,
-            "keep_offsets": keep_offsets,
-            "temperature": temperature,
-            "ignore_index": ignore_index,
-            "vocab_size": vocab_size,
-            "vocab_start": vocab_start,
-            "inplace_backward": inplace_backward,
-            "group": group,
-        }
-        return dtensor.logprobs(logprob_entropy, logits, target, keep_mask, options)  # type: ignore[no-any-return]
-    _plain("logits", logits)
-    _plain("target", target)
-    if keep_ids is not None and _needs_conversion(keep_ids, keep_offsets):
-        keep_ids, keep_offsets = as_tensors(keep_ids, keep_offsets, target)
-    return _LOGPROB_ENTROPY(  # type: ignore[no-any-return]
+    return _call(  # type: ignore[no-any-return]
+        logprob_entropy,
         logits,
         target,
         keep_mask,
         keep_ids=keep_ids,
         keep_offsets=keep_offsets,
-        temperature=_temperature_tensor(temperature, logits),
+        temperature=temperature,
         ignore_index=ignore_index,
         vocab_size=vocab_size,
         vocab_start=vocab_start,
         inplace_backward=inplace_backward,
-        group_name=group_name_of(group),
+        group=group,
     )
 
 
@@ -228,37 +213,36 @@ def logprob(
     Source:
         As `logprob_entropy`.
     """
-    if type(logits) is not Tensor and dtensor.is_dtensor(logits):
-        options = {
-            "keep_ids": keep_ids,
-            "keep_offsets": keep_offsets,
-            "temperature": temperature,
-            "ignore_index": ignore_index,
-            "vocab_size": vocab_size,
-            "vocab_start": vocab_start,
-            "inplace_backward": inplace_backward,
-            "group": group,
-        }
-        return dtensor.logprobs(logprob, logits, target, keep_mask, options)  # type: ignore[no-any-return]
-    _plain("logits", logits)
-    _plain("target", target)
-    if target.dim() == logits.dim() > 0:
-        multi_target.refuse(keep_mask, keep_ids, keep_offsets, inplace_backward, temperature)
-        place = (ignore_index, vocab_size, vocab_start, group_name_of(group))
-        divisor = _temperature_tensor(temperature, logits)
-        return _TARGETS_LOGPROB(logits, target, divisor, *place)[0]  # type: ignore[no-any-return]
-    if keep_ids is not None and _needs_conversion(keep_ids, keep_offsets):
-        keep_ids, keep_offsets = as_tensors(keep_ids, keep_offsets, target)
-    return _LOGPROB(  # type: ignore[no-any-return]
+    return _call(  # type: ignore[no-any-return]
+        logprob,
         logits,
         target,
         keep_mask,
         keep_ids=keep_ids,
         keep_offsets=keep_offsets,
-        temperature=_temperature_tensor(temperature, logits),
+        temperature=temperature,
         ignore_index=ignore_index,
         vocab_size=vocab_size,
         vocab_start=vocab_start,
         inplace_backward=inplace_backward,
-        group_name=group_name_of(group),
+        group=group,
     )
+
+
+def _call(function: Any, logits: Tensor, target: Tensor, keep_mask: Tensor | None, **options: Any) -> Any:
+    """What `logprob` and `logprob_entropy` do with their arguments; `function` is one of them."""
+    if type(logits) is not Tensor and dtensor.is_dtensor(logits):
+        return dtensor.logprobs(function, logits, target, keep_mask, options)
+    _plain("logits", logits)
+    _plain("target", target)
+    keep_ids, keep_offsets = options["keep_ids"], options["keep_offsets"]
+    temperature = options["temperature"]
+    options["group_name"] = group_name_of(options.pop("group"))
+    if function is logprob and target.dim() == logits.dim() > 0:
+        multi_target.refuse(keep_mask, keep_ids, keep_offsets, options["inplace_backward"], temperature)
+        place = (options["ignore_index"], options["vocab_size"], options["vocab_start"], options["group_name"])
+        return _TARGETS_LOGPROB(logits, target, _temperature_tensor(temperature, logits), *place)[0]
+    if keep_ids is not None and _needs_conversion(keep_ids, keep_offsets):
+        options["keep_ids"], options["keep_offsets"] = as_tensors(keep_ids, keep_offsets, target)
+    options["temperature"] = _temperature_tensor(temperature, logits)
+    return (_LOGPROB if function is logprob else _LOGPROB_ENTROPY)(logits, target, keep_mask, **options)

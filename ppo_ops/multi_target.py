@@ -14,16 +14,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.functional_tensor import FunctionalTensorMode
 
-from ppo_ops.extra_schemas import check_no_grad, flat_temperature, without_gradient
-from ppo_ops.kernels import cpu
-from ppo_ops.ops.checks import TARGET_DTYPES, check_arguments
+from ppo_ops.ops.checks import TARGET_DTYPES, check_arguments, check_no_grad
 from ppo_ops.ops.groups import Shard, group_size, shard
-from ppo_ops.ops.linear import decompose
 from ppo_ops.ops.logprob_entropy import _is_real_on_cpu
-from ppo_ops.ops.merge_stats import _merge_softmax, _merge_target, _sum_over_ranks, all_gather_stats
+from ppo_ops.ops.merge_stats import (
+    _merge_softmax,
+    _merge_target,
+    _sum_over_ranks,
+    all_gather_stats,
+    flat_temperature,
+)
 from ppo_ops.ops.schemas import REGISTRY, accumulation_dtype
+from ppo_ops.ops.vocab_stats import check_target
 
 _CORE = torch.ops.ppo._targets_logprob.default
 _STATS = torch.ops.ppo._targets_stats.default
@@ -51,6 +54,7 @@ def check(
     check_arguments(logits, first, None, None, None, temperature, vocab_size, vocab_start, False, group_name)
 
 
+@REGISTRY.decomposed("_targets_logprob")
 @REGISTRY.impl("_targets_logprob", "CompositeExplicitAutograd")
 def _core(
     logits: Tensor,
@@ -107,19 +111,6 @@ def _fake(
     return logits.new_empty(target.shape, dtype=dtype), normalizers
 
 
-def _check_values(target: Tensor, ignore_index: int, where: Shard) -> None:
-    """Raise `IndexError` for the first target outside the vocabulary. Reads values, so only for the CPU."""
-    flat = target.reshape(-1).to(torch.int64)
-    first = cpu.first_bad_target(flat, ignore_index, where.end)
-    if first >= 0:
-        bounds = "[0, vocabulary size)" if where.end is None else f"[0, {where.end})"
-        row, place = divmod(first, target.shape[-1])
-        raise IndexError(
-            f"target must be in {bounds} or equal ignore_index ({ignore_index}), got {int(flat[first])} in row {row}, "
-            f"place {place}"
-        )
-
-
 @REGISTRY.impl("_targets_stats", "CompositeExplicitAutograd")
 def _stats(
     logits: Tensor,
@@ -134,7 +125,7 @@ def _stats(
     place = (vocab_size, vocab_start, group_name)
     where = shard(logits, *place, group_size)
     if target.device.type == "cpu":
-        _check_values(target, ignore_index, where)
+        check_target(target.reshape(-1).to(torch.int64), ignore_index, where, target.shape[-1])
     target = target.to(torch.int64)
     # Rows without a target are not read. 0 is always in the vocabulary; its logit is not used.
     rows = torch.where((target != ignore_index).any(-1), 0, _IGNORED)
@@ -224,9 +215,8 @@ def _fake_grad(logits: Tensor, *rest: Any) -> Tensor:
     return logits.new_empty(logits.shape)
 
 
-REGISTRY.torch_dispatch("_targets_logprob", FunctionalTensorMode)(decompose(_core))
-without_gradient("_targets_stats", "ppo::_targets_stats is a stage without a gradient of its own")
-without_gradient("_targets_grad", "K targets and top-k cannot be differentiated twice: not implemented")
+REGISTRY.no_gradient("_targets_stats", "ppo::_targets_stats is a stage without a gradient of its own")
+REGISTRY.no_gradient("_targets_grad", "K targets and top-k cannot be differentiated twice: not implemented")
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

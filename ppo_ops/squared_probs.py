@@ -14,14 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.functional_tensor import FunctionalTensorMode
 
 from ppo_ops import dtensor
-from ppo_ops.extra_schemas import check_logits, check_no_grad, flat_temperature, without_gradient
 from ppo_ops.functional import Group, _temperature_tensor, group_name_of
+from ppo_ops.ops.checks import check_logits, check_no_grad
 from ppo_ops.ops.groups import group_size, shard
-from ppo_ops.ops.linear import decompose
-from ppo_ops.ops.merge_stats import LOWEST, _merge_softmax, _sum_over_ranks, all_gather_stats
+from ppo_ops.ops.merge_stats import LOWEST, _merge_softmax, _sum_over_ranks, all_gather_stats, flat_temperature
 from ppo_ops.ops.schemas import REGISTRY, accumulation_dtype
 
 _CORE = torch.ops.ppo._sum_squared_probs.default
@@ -90,6 +88,7 @@ def sum_squared_probs(
     return _CORE(logits, _temperature_tensor(temperature, logits), *place)[0]  # type: ignore[no-any-return]
 
 
+@REGISTRY.decomposed("_sum_squared_probs")
 @REGISTRY.impl("_sum_squared_probs", "CompositeExplicitAutograd")
 def _core(
     logits: Tensor, temperature: Tensor | None, vocab_size: int | None, vocab_start: int | None, group_name: str
@@ -192,9 +191,8 @@ def _fake_grad(logits: Tensor, *rest: Any) -> Tensor:
     return logits.new_empty(logits.shape)
 
 
-REGISTRY.torch_dispatch("_sum_squared_probs", FunctionalTensorMode)(decompose(_core))
-without_gradient("_squares_stats", "ppo::_squares_stats is a stage without a gradient of its own")
-without_gradient("_squares_grad", "ppo_ops.sum_squared_probs cannot be differentiated twice: not implemented")
+REGISTRY.no_gradient("_squares_stats", "ppo::_squares_stats is a stage without a gradient of its own")
+REGISTRY.no_gradient("_squares_grad", "ppo_ops.sum_squared_probs cannot be differentiated twice: not implemented")
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -19,16 +19,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.functional_tensor import FunctionalTensorMode
 
 from ppo_ops import dtensor
-from ppo_ops.extra_schemas import check_logits, check_no_grad, flat_temperature, without_gradient
 from ppo_ops.functional import Group, _temperature_tensor, group_name_of
 from ppo_ops.multi_target import log_probs_of
+from ppo_ops.ops.checks import check_logits, check_no_grad
 from ppo_ops.ops.groups import group_size, shard
-from ppo_ops.ops.linear import decompose
 from ppo_ops.ops.logprob_entropy import _is_real_on_cpu
-from ppo_ops.ops.merge_stats import _merge_softmax, all_gather_stats
+from ppo_ops.ops.merge_stats import _merge_softmax, all_gather_stats, flat_temperature
 from ppo_ops.ops.schemas import REGISTRY, accumulation_dtype
 
 _CORE = torch.ops.ppo._vocab_topk.default
@@ -120,6 +118,7 @@ def _check(
         torch._check_value(k <= columns, lambda: f"k must be at most the vocabulary size {columns}, got {k}")
 
 
+@REGISTRY.decomposed("_vocab_topk")
 @REGISTRY.impl("_vocab_topk", "CompositeExplicitAutograd")
 def _core(
     logits: Tensor, temperature: Tensor | None, vocab_size: int | None, vocab_start: int | None, group_name: str, k: int
@@ -220,8 +219,7 @@ def _fake_stats(logits: Tensor, temperature: Tensor | None, *rest: Any) -> Tenso
     return logits.new_empty((2 + 2 * rest[-1], logits.shape[:-1].numel()), dtype=integer)
 
 
-REGISTRY.torch_dispatch("_vocab_topk", FunctionalTensorMode)(decompose(_core))
-without_gradient("_topk_stats", "ppo::_topk_stats is a stage without a gradient of its own")
+REGISTRY.no_gradient("_topk_stats", "ppo::_topk_stats is a stage without a gradient of its own")
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:

@@ -16,8 +16,8 @@ from ppo_ops import self_check
 from ppo_ops.kernels import native
 
 HOME = Path(ppo_ops.__file__).parents[1]
-# Five seconds are promised, two needed on an idle machine; other tests run beside this one.
-PROMISED = 30.0
+# Seconds that the self-check may take, as promised. It needs two; tests that run beside it may cost one run the rest.
+PROMISED, TRIES = 5.0, 3
 
 
 def _run(code: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
@@ -28,6 +28,12 @@ def _run(code: str = "", **environment: str) -> subprocess.CompletedProcess[str]
     return subprocess.run(
         command, env={**os.environ, **paths, **environment}, capture_output=True, text=True, timeout=120, check=False
     )
+
+
+def _seconds(report: str) -> float:
+    """How long the self-check took."""
+    (seconds,) = re.findall(r"^self-check, (\S+) s$", report, re.MULTILINE)
+    return float(seconds)
 
 
 def _missing(report: str) -> list[str]:
@@ -43,8 +49,7 @@ def test_report() -> None:
     assert f"torch        {torch.__version__}, " in done.stdout
     assert re.search(r"^  triton       (\d\S*|not installed)$", done.stdout, re.MULTILINE)
     assert done.stdout.endswith("everything works\n")
-    (seconds,) = re.findall(r"^self-check, (\S+) s$", done.stdout, re.MULTILINE)
-    assert float(seconds) < PROMISED
+    assert _seconds(done.stdout) < PROMISED or min(_seconds(_run().stdout) for _ in range(TRIES - 1)) < PROMISED
     checks = re.findall(r"^  (.*) \(cpu\) +ok$", done.stdout, re.MULTILINE)
     assert checks == list(self_check.CHECKS)
     if native.available():

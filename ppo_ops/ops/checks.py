@@ -52,10 +52,10 @@ def _check_shape(name: str, tensor: Tensor, shape: tuple[int | torch.SymInt, ...
         torch._check_value(size == expected, message)
 
 
-def _check_device(name: str, tensor: Tensor, logits: Tensor) -> None:
+def _check_device(name: str, tensor: Tensor, like: Tensor, of: str = "logits") -> None:
     torch._check_value(
-        tensor.device == logits.device,
-        lambda: f"{name} must be on the device of logits ({logits.device}), got {tensor.device}",
+        tensor.device == like.device,
+        lambda: f"{name} must be on the device of {of} ({like.device}), got {tensor.device}",
     )
 
 
@@ -95,32 +95,32 @@ def check_arguments(
         _check_shape("keep_mask", keep_mask, logits.shape, "of logits")
         _check_device("keep_mask", keep_mask, logits)
     if keep_ids is not None or keep_offsets is not None:
-        _check_keep_sets(logits, target, keep_mask, keep_ids, keep_offsets)
+        torch._check_value(keep_mask is None, lambda: "keep_mask and keep_ids must not both be given, got both")
+        _check_keep_sets(keep_ids, keep_offsets, logits, target)
     if temperature is not None:
         _check_temperature(temperature, logits, target)
-    _check_vocabulary(logits, vocab_size, vocab_start, group_name)
+    _check_vocabulary(logits.shape[-1], vocab_size, vocab_start, group_name)
     if inplace_backward and not torch.compiler.is_compiling():
         _check_overwritable(logits)
 
 
 def _check_keep_sets(
-    logits: Tensor, target: Tensor, keep_mask: Tensor | None, keep_ids: Tensor | None, keep_offsets: Tensor | None
+    keep_ids: Tensor | None, keep_offsets: Tensor | None, like: Tensor, target: Tensor, of: str = "logits"
 ) -> None:
-    torch._check_value(keep_mask is None, lambda: "keep_mask and keep_ids must not both be given, got both")
     if keep_ids is None or keep_offsets is None:
         missing = "keep_ids" if keep_ids is None else "keep_offsets"
         raise ValueError(f"keep_ids and keep_offsets must be given together, got {missing}=None")
-    _check_index("keep_ids", keep_ids, logits)
-    _check_index("keep_offsets", keep_offsets, logits)
+    _check_index("keep_ids", keep_ids, like, of)
+    _check_index("keep_offsets", keep_offsets, like, of)
     _check_shape("keep_offsets", keep_offsets, (target.numel() + 1,), "[N + 1]")
 
 
-def _check_index(name: str, tensor: Tensor, logits: Tensor) -> None:
+def _check_index(name: str, tensor: Tensor, like: Tensor, of: str) -> None:
     torch._check_type(
         tensor.dtype in (torch.int32, torch.int64), lambda: f"{name} must be int32 or int64, got {tensor.dtype}"
     )
     torch._check_value(tensor.dim() == 1, lambda: f"{name} must have one dimension, got {tensor.dim()}")
-    _check_device(name, tensor, logits)
+    _check_device(name, tensor, like, of)
 
 
 def _check_overwritable(logits: Tensor) -> None:
@@ -141,31 +141,51 @@ def _check_overwritable(logits: Tensor) -> None:
     )
 
 
-def _check_temperature(temperature: Tensor, logits: Tensor, target: Tensor) -> None:
-    allowed = (torch.float32, torch.float64) if logits.dtype == torch.float64 else (torch.float32,)
+def _check_temperature(temperature: Tensor, like: Tensor, target: Tensor, of: str = "logits") -> None:
+    allowed = (torch.float32, torch.float64) if like.dtype == torch.float64 else (torch.float32,)
     torch._check_type(
         temperature.dtype in allowed,
-        lambda: f"temperature must be {_names(allowed)} for {logits.dtype} logits, got {temperature.dtype}",
+        lambda: f"temperature must be {_names(allowed)} for {like.dtype} {of}, got {temperature.dtype}",
     )
     if temperature.dim() > 0:
         _check_shape("temperature", temperature, target.shape, "() or that of target")
-    _check_device("temperature", temperature, logits)
+    _check_device("temperature", temperature, like, of)
+    check_no_grad(temperature)
+
+
+def check_no_grad(temperature: object) -> None:
+    """Raise `ValueError` for a temperature that would get a gradient. Below autograd no gradient is seen any more."""
     torch._check_value(
-        not (temperature.requires_grad and torch.is_grad_enabled()),
+        not (isinstance(temperature, Tensor) and temperature.requires_grad and torch.is_grad_enabled()),
         lambda: "temperature must not require grad: its gradient is not computed; pass temperature.detach()",
     )
 
 
-def _check_vocabulary(logits: Tensor, vocab_size: int | None, vocab_start: int | None, group_name: str) -> None:
+def check_logits(
+    logits: Tensor, temperature: Tensor | None, vocab_size: int | None, vocab_start: int | None, group_name: str
+) -> None:
+    """`check_arguments` for functions without a target."""
+    target = logits.new_zeros((), dtype=torch.int64).expand(logits.shape[:-1] if logits.dim() else ())
+    check_arguments(logits, target, None, None, None, temperature, vocab_size, vocab_start, False, group_name)
+
+
+def _check_vocabulary(
+    width: int,
+    vocab_size: int | None,
+    vocab_start: int | None,
+    group_name: str,
+    columns: str = "columns",
+    hold: str = "logits then hold",
+) -> None:
+    """`width`: columns of this rank; `columns` and `hold`: how messages call them, and who holds them."""
     size = group_size(group_name)
-    width = logits.shape[-1]
     if vocab_size is not None:
         torch._check_value(vocab_size >= 1, lambda: f"vocab_size must be at least 1, got {vocab_size}")
         if vocab_start is None:
             torch._check_value(
                 vocab_size <= size * width,
                 lambda: (
-                    f"vocab_size must be at most the {size * width} columns that the {size} ranks of the group "
+                    f"vocab_size must be at most the {size * width} {columns} that the {size} ranks of the group "
                     f"hold together, got {vocab_size}"
                 ),
             )
@@ -175,7 +195,6 @@ def _check_vocabulary(logits: Tensor, vocab_size: int | None, vocab_start: int |
             torch._check_value(
                 vocab_start == 0,
                 lambda: (
-                    f"vocab_start must be 0 without a group, because logits then hold the whole vocabulary; got "
-                    f"{vocab_start}"
+                    f"vocab_start must be 0 without a group, because {hold} the whole vocabulary; got {vocab_start}"
                 ),
             )

@@ -17,12 +17,10 @@ Note [GEMMs inside a stage]
 from __future__ import annotations
 
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
-from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 
 from ppo_ops.kernels import cpu, cuda, linear
 from ppo_ops.kernels.linear_rows import Rows
@@ -73,6 +71,7 @@ def _linear_logprob_entropy(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
     return _call_core(True, *args, **kwargs)[:2]
 
 
+@REGISTRY.decomposed("_linear_logprob_entropy")
 @REGISTRY.impl("_linear_logprob_entropy", "CompositeExplicitAutograd")
 def _core(
     hidden: Tensor,
@@ -117,23 +116,6 @@ def _fake(
     reduce_grad_hidden: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     return fake_outputs(hidden, target, stats_per_row(keep_offsets, with_entropy), with_entropy)
-
-
-def decompose(core: Any) -> Any:
-    """How a compiler's trace sees an operator: as what `core` is made of. While exporting it stays whole."""
-
-    def dispatch(mode: Any, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        if mode.export:
-            return mode.__torch_dispatch__(func, types, args, kwargs)
-        if any(not issubclass(t, (FakeTensor, FunctionalTensor)) and t is not Tensor for t in types):
-            return NotImplemented
-        with mode:
-            return core(*args, **(kwargs or {}))
-
-    return dispatch
-
-
-REGISTRY.torch_dispatch("_linear_logprob_entropy", FunctionalTensorMode)(decompose(_core))
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -234,13 +216,8 @@ for _key, _kernels in (("CPU", cpu), ("CUDA", cuda)):
     REGISTRY.impl("_linear_vocab_stats", _key)(_stage(_kernels))
 
 
-def _setup_nothing(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    pass
-
-
-@REGISTRY.autograd("_linear_vocab_stats", _setup_nothing)
-def _stage_backward(ctx: Any, grad_stats: Tensor) -> NoReturn:
-    raise RuntimeError(
-        "ppo::_linear_vocab_stats is a stage without a gradient of its own: differentiate ppo::linear_logprob or "
-        "ppo::linear_logprob_entropy"
-    )
+REGISTRY.no_gradient(
+    "_linear_vocab_stats",
+    "ppo::_linear_vocab_stats is a stage without a gradient of its own: differentiate ppo::linear_logprob or "
+    "ppo::linear_logprob_entropy",
+)

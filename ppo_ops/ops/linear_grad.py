@@ -15,16 +15,15 @@ Note [Sum over the group]
 from __future__ import annotations
 
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.functional_tensor import FunctionalTensorMode
 
 from ppo_ops.kernels import cpu, cuda, linear
 from ppo_ops.kernels.linear_rows import Rows, Upstream
 from ppo_ops.ops.groups import group_size, shard
-from ppo_ops.ops.linear import decompose, layer_of
+from ppo_ops.ops.linear import layer_of
 from ppo_ops.ops.schemas import REGISTRY, accumulation_dtype
 from ppo_ops.ops.vocab_stats import flat_int64
 
@@ -33,6 +32,7 @@ _GRADS = torch.ops.ppo._linear_grads.default
 Gradients = tuple[Tensor, Tensor, Tensor]
 
 
+@REGISTRY.decomposed("_linear_backward")
 @REGISTRY.impl("_linear_backward", "CompositeExplicitAutograd")
 def _linear_backward(
     hidden: Tensor,
@@ -63,9 +63,6 @@ def _linear_backward(
         summed = functional.wait_tensor(functional.all_reduce(grad_hidden, "sum", group_name))
         grad_hidden = summed.to(hidden.dtype)
     return grad_hidden, grad_weight, grad_bias
-
-
-REGISTRY.torch_dispatch("_linear_backward", FunctionalTensorMode)(decompose(_linear_backward))
 
 
 def _empty(hidden: Tensor, weight: Tensor, bias: Tensor | None, wanted: list[bool], wide: bool) -> Gradients:
@@ -140,16 +137,9 @@ for _key, _kernels in (("CPU", cpu), ("CUDA", cuda)):
     REGISTRY.impl("_linear_grads", _key)(_stage(_kernels))
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Gradients) -> None:
-    pass
-
-
-def _backward(ctx: Any, *grads: Tensor) -> NoReturn:
-    raise RuntimeError(
-        "ppo::linear_logprob and ppo::linear_logprob_entropy cannot be differentiated twice: double backward is not "
-        "implemented"
-    )
-
-
 for _name in ("_linear_backward", "_linear_grads"):
-    REGISTRY.autograd(_name, _setup_context)(_backward)
+    REGISTRY.no_gradient(
+        _name,
+        "ppo::linear_logprob and ppo::linear_logprob_entropy cannot be differentiated twice: double backward is not "
+        "implemented",
+    )

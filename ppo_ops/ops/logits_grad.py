@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -124,12 +124,7 @@ def _count_version(keyset: torch._C.DispatchKeySet, logits: Tensor, *args: Any) 
         torch.ops.ppo._logits_grad_.default.redispatch(keyset & torch._C._after_ADInplaceOrView_keyset, logits, *args)
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    pass
-
-
-@REGISTRY.autograd("_logits_grad", _setup_context)
-def _backward(ctx: Any, grad: Tensor) -> NoReturn:
-    raise RuntimeError(
-        "ppo::logprob and ppo::logprob_entropy cannot be differentiated twice: double backward is not implemented"
-    )
+REGISTRY.no_gradient(
+    "_logits_grad",
+    "ppo::logprob and ppo::logprob_entropy cannot be differentiated twice: double backward is not implemented",
+)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensor
 
 from ppo_ops.kernels import cpu
 from ppo_ops.ops.checks import check_arguments
@@ -83,7 +83,7 @@ def _call_core(logits: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
     # What the autograd layer would do without a gradient, less its 25 microseconds of Python.
     with torch._C._AutoDispatchBelowAutograd():
         if goes_straight_to_cpu(logits, *args):
-            return _compute(True, logits, *args)
+            return _core(logits, *args, straight=True)
         return _CORE(logits, *args)  # type: ignore[no-any-return]
 
 
@@ -110,6 +110,7 @@ def goes_straight_to_cpu(*args: Any) -> bool:
     return True
 
 
+@REGISTRY.decomposed("_logprob_entropy")
 @REGISTRY.impl("_logprob_entropy", "CompositeExplicitAutograd")
 def _core(
     logits: Tensor,
@@ -124,32 +125,15 @@ def _core(
     inplace_backward: bool,
     keep_ids: Tensor | None = None,
     keep_offsets: Tensor | None = None,
+    *,
+    straight: bool | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Stages 1 to 3. Callers that know it say whether the arguments go straight to the CPU's kernels."""
     rows = (logits, target, keep_mask, temperature)
     where = (ignore_index, vocab_size, vocab_start, group_name)
-    straight = goes_straight_to_cpu(*rows, keep_ids, keep_offsets)
-    return _compute(straight, *rows, *where, with_entropy, inplace_backward, keep_ids, keep_offsets)
-
-
-def _compute(
-    straight: bool,
-    logits: Tensor,
-    target: Tensor,
-    keep_mask: Tensor | None,
-    temperature: Tensor | None,
-    ignore_index: int,
-    vocab_size: int | None,
-    vocab_start: int | None,
-    group_name: str,
-    with_entropy: bool,
-    inplace_backward: bool,
-    keep_ids: Tensor | None,
-    keep_offsets: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Stages 1 to 3; `straight`: see `goes_straight_to_cpu`."""
+    if straight is None:
+        straight = goes_straight_to_cpu(*rows, keep_ids, keep_offsets)
     size = group_size(group_name)
-    rows = (logits, target, keep_mask, temperature)
-    where = (ignore_index, vocab_size, vocab_start, group_name)
     vocab_stats = vocab_stats_cpu if straight else _VOCAB_STATS
     stats = vocab_stats(*rows, *where, size, with_entropy, keep_ids, keep_offsets)
     if straight and size == 1 and cpu.finishes(stats):
@@ -207,16 +191,6 @@ def _fake(
 ) -> tuple[Tensor, Tensor, Tensor]:
     kept_set = keep_mask if keep_offsets is None else keep_offsets
     return fake_outputs(logits, target, stats_per_row(kept_set, with_entropy), with_entropy)
-
-
-@REGISTRY.torch_dispatch("_logprob_entropy", FunctionalTensorMode)
-def _decompose(mode: Any, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-    if mode.export:
-        return mode.__torch_dispatch__(func, types, args, kwargs)
-    if any(not issubclass(t, (FakeTensor, FunctionalTensor)) and t is not Tensor for t in types):
-        return NotImplemented
-    with mode:
-        return _core(*args, **(kwargs or {}))
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:

@@ -54,6 +54,13 @@ def all_gather_stats(stats: Tensor, group_size: int, group_name: str) -> Tensor:
     return torch.reshape(gathered, (group_size, *stats.shape))
 
 
+def flat_temperature(temperature: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """``[N]`` or 0-dim, as merging takes it."""
+    if temperature is None:
+        return None
+    return (temperature.reshape(-1) if temperature.dim() else temperature).to(dtype)
+
+
 def _sum_over_ranks(values: Tensor) -> Tensor:
     """Sum over the first dimension in an order that depends on its size alone (Note [Fixed order])."""
     rest = []
@@ -109,8 +116,7 @@ def merge_stats(
 
     Without entropy (K = 3) that output has no elements. A row whose target nobody owns gets a NaN log-prob.
     """
-    if temperature is not None:
-        temperature = (temperature.reshape(-1) if temperature.dim() else temperature).to(stats.dtype)
+    temperature = flat_temperature(temperature, stats.dtype)
     ignored = None
     if group_size == 1:
         kept_max, kept_sum, target_logit, *rest = stats.unbind(0)

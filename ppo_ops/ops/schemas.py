@@ -6,6 +6,10 @@
     hidden, weight --_linear_vocab_stats--> stats [K, N], then as above
     backward:  hidden, weight, ... --_linear_grads--> grad_hidden (--all_reduce-->), grad_weight, grad_bias
 
+    targets:   logits --_targets_stats--> [2 + K, N] --all_gather, merge--> log_prob     backward: _targets_grad
+    top-k:     logits --_topk_stats-----> [2 + 2k, N] --all_gather, merge--> ids, log_probs          _targets_grad
+    squares:   logits --_squares_stats--> [3, N] --all_gather, merge--> sum of p^2                   _squares_grad
+
 ``N`` rows, ``W`` ranks that share the vocabulary, ``K`` numbers a row: 3 (log-prob), 4 (with entropy), 6 (with entropy
 and a kept set). `Library.define` and `impl` are used rather than `torch.library.custom_op`, whose wrappers cost 15 to
 40 % more time a call.
@@ -14,9 +18,11 @@ and a kept set). `Library.define` and `impl` are used rather than `torch.library
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -50,7 +56,8 @@ OVERLOADS = {
 _ROWS = "Tensor logits, Tensor target, Tensor? keep_mask, Tensor? temperature"
 _KEPT = "Tensor? keep_ids=None, Tensor? keep_offsets=None"
 _UPSTREAM = "Tensor normalizers, Tensor? grad_log_prob, Tensor? grad_entropy"
-_WHERE = "int ignore_index, SymInt? vocab_size, SymInt? vocab_start, str group_name"
+_PLACE = "SymInt? vocab_size, SymInt? vocab_start, str group_name"
+_WHERE = f"int ignore_index, {_PLACE}"
 _LAYER = (
     "Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor? temperature, Tensor? keep_ids, "
     f"Tensor? keep_offsets, ScalarType compute, {_WHERE}"
@@ -74,6 +81,21 @@ PRIVATE = {
     "_linear_grads": f"({_LAYER}, {_UPSTREAM}, bool[3] wanted, bool wide_grad_hidden) -> {_GRADS}",
 }
 
+_TARGETS = f"Tensor logits, Tensor target, Tensor? temperature, {_WHERE}"
+_LOGITS = f"Tensor logits, Tensor? temperature, {_PLACE}"
+
+# Private too, behind the Python functions of `multi_target.py`, `topk.py` and `squared_probs.py`.
+EXTRA = {
+    "_targets_logprob": f"({_TARGETS}) -> (Tensor log_prob, Tensor normalizers)",
+    "_targets_stats": f"({_TARGETS}, int group_size) -> Tensor stats",
+    "_targets_grad": f"({_TARGETS}, Tensor normalizers, Tensor grad_log_prob) -> Tensor grad_logits",
+    "_vocab_topk": f"({_LOGITS}, int k) -> (Tensor log_probs, Tensor ids, Tensor normalizers)",
+    "_topk_stats": f"({_LOGITS}, int group_size, int k) -> Tensor packed",
+    "_sum_squared_probs": f"({_LOGITS}) -> (Tensor squares, Tensor normalizers)",
+    "_squares_stats": f"({_LOGITS}, int group_size) -> Tensor stats",
+    "_squares_grad": f"({_LOGITS}, Tensor normalizers, Tensor grad_squares) -> Tensor grad_logits",
+}
+
 
 class _Registry:
     """Defines the operators once a process, also when the package's modules are imported anew."""
@@ -85,7 +107,7 @@ class _Registry:
             self.library = torch.library.Library(NAMESPACE, "DEF")
             # The operators live as long as the process, not as long as this module object.
             setattr(torch.ops.ppo, "_owner", self)  # noqa: B010
-            for name, schema in {**PUBLIC, **OVERLOADS, **PRIVATE}.items():
+            for name, schema in {**PUBLIC, **OVERLOADS, **PRIVATE, **EXTRA}.items():
                 # One shape, one stride order: Inductor must hand the kernels the layout that the fake kernels saw.
                 self.library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
 
@@ -124,11 +146,34 @@ class _Registry:
 
         return register
 
-    def torch_dispatch(self, name: str, mode: type) -> Callable[[_F], _F]:
-        def register(fn: _F) -> _F:
+    def no_gradient(self, name: str, message: str) -> None:
+        """Make differentiating an operator an error; without a formula it would be a warning and a wrong number."""
+
+        def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+            pass
+
+        def backward(ctx: Any, *grads: torch.Tensor) -> NoReturn:
+            raise RuntimeError(message)
+
+        self.autograd(name, setup_context)(backward)
+
+    def decomposed(self, name: str) -> Callable[[_F], _F]:
+        """Register what a compiler's trace takes an operator apart into. While exporting it stays whole."""
+
+        def register(composition: _F) -> _F:
+            def dispatch(mode: Any, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+                if mode.export:
+                    return mode.__torch_dispatch__(func, types, args, kwargs)
+                plain = (FakeTensor, FunctionalTensor)
+                if any(not issubclass(t, plain) and t is not torch.Tensor for t in types):
+                    return NotImplemented
+                with mode:
+                    return composition(*args, **(kwargs or {}))
+
             if self.active:
-                torch.library.register_torch_dispatch(f"{NAMESPACE}::{name}", mode, fn, lib=self.library)
-            return fn
+                op = f"{NAMESPACE}::{name}"
+                torch.library.register_torch_dispatch(op, FunctionalTensorMode, dispatch, lib=self.library)
+            return composition
 
         return register
 

@@ -14,7 +14,6 @@ Source: the online softmax of Milakov and Gimelshein (arXiv:1805.02867), with bl
 from __future__ import annotations
 
 from types import ModuleType
-from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -59,13 +58,17 @@ def flat_int64(target: Tensor) -> Tensor:
     return target if target.dim() == 1 and target.dtype == torch.int64 else target.reshape(-1).to(torch.int64)
 
 
-def check_target(target: Tensor, ignore_index: int, where: Shard) -> None:
-    """Raise `IndexError` for the first target outside the vocabulary. Reads values, so only for the CPU."""
-    row = cpu.first_bad_target(target, ignore_index, where.end)
-    if row >= 0:
+def check_target(target: Tensor, ignore_index: int, where: Shard, places: int | None = None) -> None:
+    """Raise `IndexError` for the first target outside the vocabulary. Reads values, so only for the CPU.
+
+    `places`: how many targets a row has, where that may be more than one.
+    """
+    bad = cpu.first_bad_target(target, ignore_index, where.end)
+    if bad >= 0:
         bounds = "[0, vocabulary size)" if where.end is None else f"[0, {where.end})"
+        row = f"row {bad}" if places is None else f"row {bad // places}, place {bad % places}"
         raise IndexError(
-            f"target must be in {bounds} or equal ignore_index ({ignore_index}), got {int(target[row])} in row {row}"
+            f"target must be in {bounds} or equal ignore_index ({ignore_index}), got {int(target[bad])} in {row}"
         )
 
 
@@ -174,12 +177,7 @@ def _cuda(
     return _run(cuda, *rows, ignore_index, where, with_entropy, keep_ids, keep_offsets)
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    pass
-
-
-@REGISTRY.autograd("_vocab_stats", _setup_context)
-def _backward(ctx: Any, grad_stats: Tensor) -> NoReturn:
-    raise RuntimeError(
-        "ppo::_vocab_stats is a stage without a gradient of its own: differentiate ppo::logprob or ppo::logprob_entropy"
-    )
+REGISTRY.no_gradient(
+    "_vocab_stats",
+    "ppo::_vocab_stats is a stage without a gradient of its own: differentiate ppo::logprob or ppo::logprob_entropy",
+)

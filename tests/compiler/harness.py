@@ -42,11 +42,3 @@ def operators(gm: torch.fx.GraphModule) -> Counter[str]:
 
 def operator_names(gm: torch.fx.GraphModule) -> list[str]:
     return [str(node.target) for node in gm.graph.nodes if node.op == "call_function"]
-
-
-def assert_as_eager(actual: torch.Tensor, expected: torch.Tensor) -> None:
-    """Eager code on one rank rounds log-prob, entropy and normalizers once; a graph, after each of its float32 steps.
-
-    These are four steps on numbers of size 8, half a unit in the last place (5e-7) each. Gradients are below 1.
-    """
-    torch.testing.assert_close(actual, expected, rtol=2e-6, atol=2e-6)

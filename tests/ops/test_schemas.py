@@ -7,8 +7,7 @@ import torch
 from expecttest import assert_expected_inline
 
 import ppo_ops  # noqa: F401  (registers the operators)
-from ppo_ops.extra_schemas import EXTRA
-from ppo_ops.ops.schemas import OVERLOADS, PRIVATE, PUBLIC
+from ppo_ops.ops.schemas import EXTRA, OVERLOADS, PRIVATE, PUBLIC
 
 
 def _registered() -> list[str]:
