@@ -52,16 +52,6 @@ def right_sets(keep_ids: Tensor, keep_offsets: Tensor, end: int | None) -> bool:
     return native.available() and native.right_sets(keep_ids, keep_offsets, end)
 
 
-def finishes(stats: Tensor) -> bool:
-    """Whether `finish` takes these statistics: what the native kernels have made."""
-    return _kernels(stats.dtype) is native
-
-
-def finish(stats: Tensor, temperature: Tensor | None, log_prob: Tensor, entropy: Tensor) -> None:
-    """Fill the outputs of one rank, contiguous, from its ``stats [K, N]``, which become the normalizers."""
-    native.finish(stats, temperature, log_prob, entropy)
-
-
 def vocab_stats(logits: Tensor, *args: Any) -> None:
     """See `launch.vocab_stats`."""
     launch.vocab_stats(_kernels(logits.dtype), logits, *args)
@@ -75,6 +65,38 @@ def logits_grad(logits: Tensor, *args: Any) -> None:
 def _native_serves(logits: Tensor) -> bool:
     """Whether the native kernels take these logits with a ragged kept set: they want adjacent columns."""
     return _kernels(logits.dtype) is native and logits.stride(-1) == 1
+
+
+def finishes(logits: Tensor, keep_offsets: Tensor | None) -> bool:
+    """Whether `finished` takes these logits."""
+    return _kernels(logits.dtype) is native if keep_offsets is None else _native_serves(logits)
+
+
+def finished(
+    logits: Tensor,
+    target: Tensor,
+    keep_mask: Tensor | None,
+    keep_ids: Tensor | None,
+    keep_offsets: Tensor | None,
+    temperature: Tensor | None,
+    stats: Tensor,
+    outputs: native.Outputs,
+    **where: int,
+) -> int:
+    """Fill the outputs of one rank, and ``stats [K, N]`` with its normalizers; the first bad target's row, or -1."""
+    if logits.dim() == 2 and keep_offsets is None and logits.shape[0]:
+        return native.vocab_stats(logits, target, keep_mask, temperature, stats, **where, outputs=outputs)
+    for rows, matrix, mask in launch.matrices(logits, keep_mask):
+        numbers = (launch.rows_of(temperature, rows), stats[:, rows])
+        part = outputs.of(rows)
+        if keep_ids is None or keep_offsets is None:
+            bad = native.vocab_stats(matrix, target[rows], mask, *numbers, **where, outputs=part)
+        else:
+            sets = (keep_ids, keep_offsets[rows.start : rows.stop + 1])
+            bad = native.kept_vocab_stats(matrix, target[rows], *sets, *numbers, **where, outputs=part)
+        if bad >= 0:
+            return rows.start + bad
+    return -1
 
 
 def kept_vocab_stats(

@@ -130,10 +130,13 @@ typedef struct {
   const int64_t *offsets;
   float *dense;
   int64_t dense_stride;
+  float *log_prob, *entropy; /* what one rank returns, contiguous; null where statistics are all that is wanted */
+  int64_t vocab_end;         /* with log_prob: V, or -1 if it is not known */
 } Call;
 
 #include "native_rows.inc"
 #include "native_kept.inc"
+#include "native_finish.inc"
 
 typedef void (*RowFunction)(const void *context, int64_t row);
 typedef struct {
@@ -186,13 +189,22 @@ static void run(const void *context, RowFunction function, int64_t rows, int64_t
   }
 }
 
-#include "native_finish.inc"
-
 static void run_call(const Call *call, RowFunction function) {
   run(call, function, call->rows, call->offsets ? kept_work(call) : call->columns, call->threads);
 }
 
-EXPORT void ppo_vocab_stats(const Call *call) { run_call(call, call->offsets ? kept_stats_row : stats_row); }
+/* Statistics, and what one rank returns where it is asked for: then the first bad target's row is returned instead of
+ * anything being computed, -1 if there is none. */
+EXPORT int64_t ppo_vocab_stats(const Call *call) {
+  if (!call->log_prob) {
+    run_call(call, call->offsets ? kept_stats_row : stats_row);
+    return -1;
+  }
+  const int64_t bad =
+      ppo_first_bad_target(call->target, call->target_stride, call->rows, call->ignore_index, call->vocab_end);
+  if (bad < 0) run_call(call, finished_row);
+  return bad;
+}
 
 EXPORT void ppo_logits_grad(const Call *call) {
 #ifdef MADV_HUGEPAGE

@@ -13,6 +13,7 @@ import os
 import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,8 +23,7 @@ LIBRARY = Path(__file__).with_name("_native.so")
 COPY_BYTES = 4 << 20
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_CALL = struct.Struct("29q")  # the fields of `Call` in native.c, in order
-_FINISH = struct.Struct("9q")  # the fields of `Finish` in native_finish.inc, in order
+_CALL = struct.Struct("32q")  # the fields of `Call` in native.c, in order
 
 
 def _load() -> tuple[ctypes.CDLL | None, str]:
@@ -34,8 +34,8 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
         return None, f"{LIBRARY} does not exist: no C compiler worked when ppo_ops was installed"
     try:
         library = ctypes.CDLL(str(LIBRARY))
-        for function in (library.ppo_vocab_stats, library.ppo_logits_grad, library.ppo_finish):
-            function.argtypes, function.restype = [ctypes.c_char_p], None
+        library.ppo_vocab_stats.argtypes, library.ppo_vocab_stats.restype = [ctypes.c_char_p], ctypes.c_int64
+        library.ppo_logits_grad.argtypes, library.ppo_logits_grad.restype = [ctypes.c_char_p], None
         library.ppo_first_bad_target.argtypes = [ctypes.c_void_p, *[ctypes.c_int64] * 4]
         library.ppo_first_bad_target.restype = ctypes.c_int64
         library.ppo_right_sets.argtypes = [
@@ -133,8 +133,22 @@ def _sets(keep_ids: Tensor, keep_offsets: Tensor, dense: Tensor) -> tuple[int, .
     return (keep_ids.data_ptr(), keep_ids.dtype == torch.int64, keep_offsets.data_ptr(), *_matrix(dense))
 
 
+class Outputs(NamedTuple):
+    """What one rank returns, ``[N]`` contiguous; `entropy` is empty where it is not wanted; `end` is V, if known."""
+
+    log_prob: Tensor
+    entropy: Tensor
+    end: int | None
+
+    def pointers(self) -> tuple[int, int, int]:
+        return self.log_prob.data_ptr(), self.entropy.data_ptr(), -1 if self.end is None else self.end
+
+    def of(self, rows: slice) -> Outputs:
+        return Outputs(self.log_prob[rows], self.entropy[rows], self.end)
+
+
 def _call(
-    function: Callable[[bytes], None],
+    function: Callable[[bytes], Any],
     logits: Tensor,
     target: Tensor,
     keep_mask: Tensor | None,
@@ -145,10 +159,11 @@ def _call(
     grad_entropy: Tensor | None = None,
     grad_logits: Tensor | None = None,
     sets: tuple[Tensor, Tensor, Tensor] | None = None,
-) -> None:
+    outputs: Outputs | None = None,
+) -> Any:
     if target.dtype != torch.int64:
         target = target.long()
-    function(
+    return function(
         _CALL.pack(
             *_matrix(logits),
             _DTYPES[logits.dtype],
@@ -164,6 +179,7 @@ def _call(
             *_vector(grad_entropy),
             *_matrix(grad_logits),
             *((0,) * 5 if sets is None else _sets(*sets)),
+            *((0,) * 3 if outputs is None else outputs.pointers()),
         )
     )
 
@@ -178,24 +194,25 @@ def vocab_stats(
     ignore_index: int,
     vocab_start: int,
     columns: int,
-) -> None:
-    """Fill ``stats [K, N]`` (see `ppo_ops.ops.vocab_stats`) from ``logits [N, V_local]``."""
+    outputs: Outputs | None = None,
+) -> int:
+    """Fill ``stats [K, N]`` (see `ppo_ops.ops.vocab_stats`) from ``logits [N, V_local]``; -1.
+
+    With `outputs` fill these too, and let ``stats`` become the normalizers, as `merge_stats` does for one rank; unless
+    a target is outside the vocabulary: the first such row is returned, and nothing is right.
+    """
     assert _library is not None
     function, sizes = _library.ppo_vocab_stats, (columns, vocab_start, ignore_index)
     if _adjacent(logits) and _adjacent(keep_mask):
-        _call(function, logits, target, keep_mask, temperature, stats, sizes)
-        return
+        return int(_call(function, logits, target, keep_mask, temperature, stats, sizes, outputs=outputs))
     for rows in _row_blocks(logits):
         block, mask = _block(logits, rows), _block(keep_mask, rows)
-        _call(function, block, target[rows], mask, _per_row(temperature, rows), stats[:, rows], sizes)
-
-
-def finish(stats: Tensor, temperature: Tensor | None, log_prob: Tensor, entropy: Tensor) -> None:
-    """Fill ``log_prob [N]`` and ``entropy [N]`` of one rank; its ``stats [K, N]`` become the normalizers."""
-    assert _library is not None
-    threads = torch.get_num_threads()
-    numbers = (*stats.shape, *_vector(temperature), log_prob.data_ptr(), entropy.data_ptr(), threads)
-    _library.ppo_finish(_FINISH.pack(*_matrix(stats), *numbers))
+        numbers = (_per_row(temperature, rows), stats[:, rows], sizes)
+        part = None if outputs is None else outputs.of(rows)
+        bad = int(_call(function, block, target[rows], mask, *numbers, outputs=part))
+        if bad >= 0:
+            return rows.start + bad
+    return -1
 
 
 def first_bad_target(target: Tensor, ignore_index: int, end: int | None) -> int:
@@ -256,13 +273,15 @@ def kept_vocab_stats(
     ignore_index: int,
     vocab_start: int,
     columns: int,
-) -> None:
-    """Fill ``stats [K, N]``, K = 3 or 6, with a ragged kept set; columns of logits are adjacent."""
+    outputs: Outputs | None = None,
+) -> int:
+    """`vocab_stats` for ``stats [K, N]``, K = 3 or 6, with a ragged kept set; columns of logits are adjacent."""
     assert _library is not None
     dense = stats.new_empty((4 if len(stats) == 6 else 3, stats.shape[1]))
     sets = (keep_ids.contiguous(), keep_offsets.to(torch.int64).contiguous(), dense)
     sizes = (columns, vocab_start, ignore_index)
-    _call(_library.ppo_vocab_stats, logits, target, None, temperature, stats, sizes, sets=sets)
+    function = _library.ppo_vocab_stats
+    return int(_call(function, logits, target, None, temperature, stats, sizes, sets=sets, outputs=outputs))
 
 
 def kept_logits_grad(

@@ -109,7 +109,7 @@ def as_on_cuda(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ppo_ops.kernels, "triton", kernels, raising=False)
     for name in ("vocab_stats", "logits_grad", "kept_vocab_stats", "kept_logits_grad"):
         monkeypatch.setattr(cpu, name, getattr(cuda, name))
-    monkeypatch.setattr(cpu, "finishes", lambda stats: False)
+    monkeypatch.setattr(cpu, "finishes", lambda *_: False)
 
 
 @pytest.mark.usefixtures("as_on_cuda")
