@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -32,6 +33,13 @@ def megatron_group(tp_group: Group) -> Any:
     except ImportError as error:
         raise ImportError("tp_group must be given where megatron-core is not installed") from error
     return parallel_state.get_tensor_model_parallel_group()
+
+
+def context_parallel_size() -> int:
+    """Ranks that share a sequence by Megatron's parallel state; 1 where nobody imported or initialised it."""
+    state = sys.modules.get("megatron.core.parallel_state")
+    group = None if state is None else state.get_context_parallel_group(check_initialized=False)
+    return 1 if group is None else int(group.size())
 
 
 def may_overwrite(logits: Tensor) -> bool:

@@ -2,7 +2,8 @@
 
     z = logits / temperature        log_prob = z_label - lse        entropy = lse - sum_v p_v z_v        (nats)
 
-To use them, import them from here instead of `areal.utils.functional`. AReaL itself is not imported.
+To use them, import them from here instead of `areal.utils.functional`, or `ppo_ops.integrations.patch("areal")`. AReaL
+itself is not imported here.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ppo_ops.functional import Group, logprob, logprob_entropy
-from ppo_ops.integrations._shared import check_chunk_size
+from ppo_ops.integrations._shared import check_chunk_size, may_overwrite
 
 
 def gather_logprobs(
@@ -48,7 +49,7 @@ def gather_logprobs(
         -0.3133
 
     Source:
-        Signature of AReaL's `areal/utils/functional/vocab_parallel.py`, commit 8cc6378.
+        Signature of AReaL's `areal/utils/functional/vocab_parallel.py`, commits 8cc6378 and 60a9824.
     """
     check_chunk_size(chunk_size)
     return logprob(logits, labels, temperature=temperature, group=tp_group)
@@ -60,11 +61,14 @@ def gather_logprobs_entropy(
     temperature: float = 1.0,
     tp_group: Group = None,
     chunk_size: int = 1024,
+    reuse_logits: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Computes the log-probability of each label and the entropy of each row.
 
     Args:
         logits, labels, temperature, tp_group, chunk_size: as `gather_logprobs`.
+        reuse_logits: the gradient overwrites the logits, where they are a contiguous intermediate result (AReaL: where
+            they are contiguous, float32 and on CUDA). Here forward leaves them as they are.
 
     Returns:
         log_prob, entropy: ``[...]`` as `gather_logprobs`; entropy in nats, of the distribution at `temperature`.
@@ -73,10 +77,12 @@ def gather_logprobs_entropy(
         As `gather_logprobs`.
 
     Cost:
-        One all-gather of 4 numbers a row in forward (AReaL: four all-reduces a chunk); the rest as `gather_logprobs`.
+        One all-gather of 4 numbers a row in forward (AReaL: four all-reduces a chunk, two with `reuse_logits`); the
+        rest as `gather_logprobs`. With `reuse_logits` backward allocates no gradient.
 
     Numerics:
-        A -inf logit counts as absent; AReaL's entropy is NaN then.
+        A -inf logit counts as absent; AReaL's entropy is NaN then. The entropy has a gradient with `reuse_logits`, too;
+        AReaL's has none on CUDA then.
 
     Example:
         >>> import torch
@@ -89,4 +95,5 @@ def gather_logprobs_entropy(
         As `gather_logprobs`.
     """
     check_chunk_size(chunk_size)
-    return logprob_entropy(logits, labels, temperature=temperature, group=tp_group)
+    inplace = reuse_logits and may_overwrite(logits)
+    return logprob_entropy(logits, labels, temperature=temperature, inplace_backward=inplace, group=tp_group)

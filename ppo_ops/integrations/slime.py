@@ -2,8 +2,9 @@
 
     log_prob = z_target - log sum_{v kept} e^z_v        entropy = log sum_v e^z_v - sum_v p_v z_v        (nats)
 
-To use them, assign these functions to the names of the same spelling, in `slime.utils.ppo_utils` and in
-`slime.backends.megatron_utils.loss`, and wherever slime imported them. slime itself is not imported here.
+To use them, `ppo_ops.integrations.patch("slime")`, which replaces the functions of the same name in
+`slime.utils.ppo_utils` and `slime.backends.megatron_utils.loss` and wherever slime imported them. slime itself is not
+imported here.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ppo_ops.functional import Group, logprob, logprob_entropy
-from ppo_ops.integrations._shared import megatron_group
+from ppo_ops.integrations._shared import context_parallel_size, megatron_group
 
 _IGNORE = -100
 
@@ -63,7 +64,7 @@ def calculate_log_probs_and_entropy(
         (2, 1) (2,) -1.3863 1.3863
 
     Source:
-        Signature and shapes of slime's `slime/utils/ppo_utils.py` since its pull request 2144.
+        Signature and shapes of slime's `slime/utils/ppo_utils.py` since its pull request 2144, which 0.3.1 contains.
     """
     if logits.dim() != 2:
         raise ValueError(f"logits must have the shape [N, V_local], got {tuple(logits.shape)}")
@@ -104,10 +105,10 @@ def get_log_probs_and_entropy(
         total_lengths, response_lengths: of each sample; a response has a token before it.
         with_entropy: whether to compute the entropy.
         non_loss_data: has no effect, as in slime.
-        top_p_token_ids, top_p_token_offsets: for each sample flat ids (a list or an integer tensor) and where the ids
-            of each response token begin, with the end: ``ids[offsets[r] : offsets[r + 1]]`` for token ``r``. Tokens
-            past the last offset, and those without an id, are unrestricted. (slime takes a token whose recorded set is
-            empty to have a log-prob of 0.)
+        top_p_token_ids, top_p_token_offsets: for each sample flat ids (a list, an integer tensor or slime's reference
+            to one) and where the ids of each response token begin, with the end: ``ids[offsets[r] : offsets[r + 1]]``
+            for token ``r``. Tokens past the last offset are unrestricted. A token whose recorded set is empty was not
+            sampled (an environment's); it alone is kept, so its log-prob is 0, as in slime.
         tp_group: the group that shares the vocabulary; None: Megatron's tensor-parallel group. "" names logits that are
             not sharded.
 
@@ -117,7 +118,7 @@ def get_log_probs_and_entropy(
 
     Raises:
         ValueError: naming the sample, for lengths, tokens and offsets that do not fit together, and for context
-            parallelism, which cuts samples.
+            parallelism, which cuts samples. (`patch` leaves those calls to slime's own function.)
         TypeError, ValueError, IndexError: as `ppo_ops.logprob_entropy`.
 
     Cost:
@@ -139,18 +140,22 @@ def get_log_probs_and_entropy(
         [['-0.6931', '0.0000'], ['0.0000']]
 
     Source:
-        Names, layout and results of slime's `slime/backends/megatron_utils/loss.py` with top-p replay.
+        Names, layout and results of slime's `slime/backends/megatron_utils/loss.py` with top-p replay, commit 00c2d6d.
     """
-    if getattr(args, "allgather_cp", False):
-        raise ValueError("args.allgather_cp must be False: context parallelism cuts samples, got True")
+    if samples_are_cut(logits, args=args):
+        raise ValueError(
+            f"context parallelism must be of one rank and args.allgather_cp False, as it cuts samples, got "
+            f"{context_parallel_size()} and {getattr(args, 'allgather_cp', False)}"
+        )
     if logits.dim() == 3 and logits.shape[0] == 1:
         logits = logits[0]
     if logits.dim() != 2:
         raise ValueError(f"logits must have the shape [1, T, V_local] or [T, V_local], got {tuple(logits.shape)}")
     rows = _response_rows(logits.shape[0], total_lengths, response_lengths)
     kept: dict[str, Any] = {}
+    unsampled: Tensor | None = None
     if top_p_token_ids is not None and top_p_token_offsets is not None:
-        ids, offsets = _kept_rows(logits.shape[0], rows, top_p_token_ids, top_p_token_offsets)
+        ids, offsets, unsampled = _kept_rows(logits.shape[0], rows, top_p_token_ids, top_p_token_offsets)
         kept = {"keep_ids": ids.to(logits.device), "keep_offsets": offsets.to(logits.device)}
     elif top_p_token_ids is not None or top_p_token_offsets is not None:
         raise ValueError("top_p_token_ids and top_p_token_offsets must be given together, got one of them")
@@ -165,7 +170,14 @@ def get_log_probs_and_entropy(
         found["entropy"] = [entropy[row] for row in rows]
     else:
         log_prob = logprob(logits, target, **kept, **options, group=group)
+    if unsampled is not None:
+        log_prob = log_prob.masked_fill(unsampled.to(log_prob.device), 0.0)
     return log_prob.new_empty(0), {"log_probs": [log_prob[row] for row in rows], **found}
+
+
+def samples_are_cut(logits: Tensor, *, args: Any, **_: Any) -> bool:
+    """Whether `get_log_probs_and_entropy`, called like this, would find samples that context parallelism cut."""
+    return context_parallel_size() > 1 or bool(getattr(args, "allgather_cp", False))
 
 
 def _response_rows(size: int, total_lengths: Sequence[int], response_lengths: Sequence[int]) -> list[slice]:
@@ -200,15 +212,23 @@ def _targets(logits: Tensor, tokens: Sequence[Tensor], total_lengths: Sequence[i
     return target
 
 
-def _kept_rows(size: int, rows: list[slice], ids: Sequence[Any], offsets: Sequence[Any]) -> tuple[Tensor, Tensor]:
-    """Every sample's kept sets as ragged rows of the packed logits; rows without one are empty."""
+def _on_cpu(values: Any) -> Tensor:
+    """A list, a tensor, or what slime loads only when it is needed."""
+    return torch.as_tensor(values.load() if hasattr(values, "load") else values).to("cpu", torch.int64)
+
+
+def _kept_rows(
+    size: int, rows: list[slice], ids: Sequence[Any], offsets: Sequence[Any]
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Every sample's kept sets as ragged rows of the packed logits, those without one empty; ``[size]`` True where the
+    recorded set is empty, None where none is."""
     for name, given in (("top_p_token_ids", ids), ("top_p_token_offsets", offsets)):
         if len(given) != len(rows):
             raise ValueError(f"{name} must be {len(rows)}, as total_lengths, got {len(given)}")
-    flat = [torch.as_tensor(sample).to("cpu", torch.int64) for sample in ids]
-    sizes = torch.zeros(size + 1, dtype=torch.int64)
+    flat = [_on_cpu(sample) for sample in ids]
+    sizes, unsampled = torch.zeros(size + 1, dtype=torch.int64), torch.zeros(size, dtype=torch.bool)
     for sample, (row, given) in enumerate(zip(rows, offsets, strict=True)):
-        begins = torch.as_tensor(given).to("cpu", torch.int64)
+        begins = _on_cpu(given)
         found = begins.diff()
         first, last = (int(begins[0]), int(begins[-1])) if len(begins) else (0, 0)
         if first != 0 or last != len(flat[sample]) or bool((found < 0).any()):
@@ -222,4 +242,5 @@ def _kept_rows(size: int, rows: list[slice], ids: Sequence[Any], offsets: Sequen
                 f"tokens, got {len(begins)}"
             )
         sizes[row.start + 1 : row.start + 1 + len(found)] = found
-    return torch.cat([sizes.new_empty(0), *flat]), sizes.cumsum(0)
+        unsampled[row.start : row.start + len(found)] = found == 0
+    return torch.cat([sizes.new_empty(0), *flat]), sizes.cumsum(0), unsampled if unsampled.any() else None

@@ -67,3 +67,24 @@ def test_chunks_change_no_bit(function: Any) -> None:
 def test_no_rows() -> None:
     log_prob, entropy = gather_logprobs_entropy(torch.zeros(0, 4), torch.zeros(0, dtype=torch.int64))
     assert log_prob.shape == entropy.shape == (0,)
+
+
+def test_reused_logits_hold_the_gradient() -> None:
+    """`reuse_logits`: the same bits, in the logits' own memory; the logits stay what they are until then."""
+    case = case_of("areal")
+    found, pointers = [], []
+    for reuse in (False, True):
+        leaf = case.logits.clone().requires_grad_()
+        logits = leaf.clone()
+        outputs = gather_logprobs_entropy(logits, case.target, 0.5, reuse_logits=reuse)
+        assert_same_bits(logits.detach(), case.logits)
+        (grad,) = torch.autograd.grad([output.sum() for output in outputs], logits)
+        found.append([*(output.detach() for output in outputs), grad])
+        pointers.append(grad.data_ptr() == logits.data_ptr())
+    assert pointers == [False, True]
+    for mine, other in zip(*found, strict=True):
+        assert_same_bits(mine, other)
+    # A leaf cannot be overwritten, and without a gradient there is nothing to write.
+    gather_logprobs_entropy(leaf, case.target, reuse_logits=True)[0].sum().backward()
+    gather_logprobs_entropy(case.logits, case.target, reuse_logits=True)
+    assert_same_bits(leaf.detach(), case.logits)

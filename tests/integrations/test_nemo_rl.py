@@ -3,6 +3,7 @@ entropy. NeMo-RL is in no registry."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -108,6 +109,32 @@ def test_next_token(chunk_size: int | None) -> None:
         _close(leaf.grad, double.grad)
 
 
+@pytest.mark.parametrize("length", [hosts.LENGTH, hosts.LENGTH - 2])
+def test_without_the_shift(length: int) -> None:
+    """As NeMo-RL's diffusion models: position t against token t, none dropped."""
+    case = case_of("nemo")
+    target = case.target[:, :length]
+    found = ours.from_parallel_logits_to_logprobs(case.logits, target, 0, VOCABULARY, None, shift_targets=False)
+    _close(found, reference.logprob_entropy(case.logits.double()[:, :length], target)[0])
+
+
+def test_sampling_parameters() -> None:
+    """Those that filter nothing change no bit (the temperature has been applied before); others are refused."""
+    case = case_of("nemo")
+    arguments = case.logits, case.target, 0, VOCABULARY, None
+    whole = ours.from_parallel_logits_to_logprobs(*arguments)
+    for top_k, top_p in ((None, 1.0), (-1, 1.0), (0, None)):
+        params = SimpleNamespace(top_k=top_k, top_p=top_p, temperature=0.7)
+        assert_same_bits(ours.from_parallel_logits_to_logprobs(*arguments, sampling_params=params), whole)
+    packed = case.logits[:1], case.target[:1], torch.tensor([0, hosts.LENGTH]), hosts.LENGTH, 0, VOCABULARY, None
+    for top_k, top_p in ((5, 1.0), (None, 0.9)):
+        params = SimpleNamespace(top_k=top_k, top_p=top_p, temperature=1.0)
+        with pytest.raises(ValueError, match=f"sampling_params must not filter, got top_k={top_k}, top_p={top_p}"):
+            ours.from_parallel_logits_to_logprobs(*arguments, sampling_params=params)
+        with pytest.raises(ValueError, match="sampling_params must not filter"):
+            ours.from_parallel_logits_to_logprobs_packed_sequences(*packed, sampling_params=params)
+
+
 def test_inference_only_needs_no_gradient() -> None:
     case = case_of("nemo")
     leaf = case.logits.clone().requires_grad_()
@@ -130,6 +157,16 @@ def test_packed_sequences() -> None:
         own = _next_tokens(logits[:, begin:end], target[:, begin:end])[0] if end - begin > 1 else expected[:0]
         expected[: len(own)] = own[: width - 1]
         _close(found[row], expected)
+
+
+def test_packed_targets_that_were_rolled() -> None:
+    """`target_is_pre_rolled`: each sequence shifted by its caller, what was its first token now at its end."""
+    logits = torch.randn(1, 8, VOCABULARY, generator=generator("nemo rolled"))
+    target, ends = torch.arange(8).unsqueeze(0), torch.tensor([0, 3, 8])
+    rolled = torch.cat([part.roll(-1) for part in target[0].split([3, 5])]).unsqueeze(0)
+    function, rest = ours.from_parallel_logits_to_logprobs_packed_sequences, (ends, 5, 0, VOCABULARY, None)
+    found = function(logits, rolled, *rest, target_is_pre_rolled=True)
+    assert_same_bits(found, function(logits, target, *rest))
 
 
 def _context_parallel(group: ProcessGroup, length: int, padded: int) -> tuple[Tensor, Tensor]:
