@@ -112,10 +112,13 @@ print(hidden / 1024, (kilobytes("VmHWM") - before) / 1024)
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc/self/status")
-@pytest.mark.skipif(not native.available(), reason="the native kernels are not there")
-def test_extra_memory_of_a_ragged_set() -> None:
+@pytest.mark.parametrize("kernels", ["native", "aten"])
+def test_extra_memory_of_a_ragged_set(kernels: str) -> None:
     """8192 rows with 200 ids each: below 32 MiB, where the mask would be 1187 MiB."""
+    if kernels == "native" and not native.available():
+        pytest.skip("the native kernels are not there")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HOME), os.environ.get("PYTHONPATH", "")])}
+    environment["PPO_OPS_NATIVE"] = "0" if kernels == "aten" else "1"
     command = [sys.executable, "-c", KEPT_PROGRAM]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
@@ -15,6 +16,9 @@ import torch
 from torch import Tensor
 
 from ppo_ops.kernels import aten, kept, launch, native
+
+# Entries of ragged kept sets that the ATen kernels lay out at a time: each takes some 100 bytes.
+ENTRIES = 1 << 17
 
 _warned = False
 
@@ -99,6 +103,24 @@ def finished(
     return -1
 
 
+def _blocks(logits: Tensor, keep_offsets: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """(Rows, their logits ``[n, V_local]``): all rows in order, at most `ENTRIES` kept ids or one row at a time."""
+    for rows, matrix, _ in launch.matrices(logits, None):
+        # A row has its kept ids and its target.
+        entries = keep_offsets[rows.start : rows.stop + 1] + torch.arange(len(matrix) + 1)
+        first = 0
+        while first < len(matrix):
+            stop = int(torch.searchsorted(entries, entries[first] + ENTRIES, right=True)) - 1
+            stop = min(max(stop, first + 1), len(matrix))
+            yield slice(rows.start + first, rows.start + stop), matrix[first:stop]
+            first = stop
+
+
+def _sets_of(rows: slice, keep_ids: Tensor, keep_offsets: Tensor) -> tuple[Tensor, Tensor]:
+    offsets = keep_offsets[rows.start : rows.stop + 1]
+    return keep_ids[int(offsets[0]) : int(offsets[-1])], offsets - offsets[0]
+
+
 def kept_vocab_stats(
     logits: Tensor,
     target: Tensor,
@@ -114,8 +136,10 @@ def kept_vocab_stats(
     """Statistics with a ragged kept set; see `kept.vocab_stats`."""
     where = {"ignore_index": ignore_index, "vocab_start": vocab_start, "columns": columns}
     if not _native_serves(logits):
-        sets = (keep_ids, keep_offsets)
-        kept.vocab_stats(vocab_stats, logits, target, *sets, temperature, stats, vocab_end, *where.values())
+        for rows, matrix in _blocks(logits, keep_offsets):
+            sets = _sets_of(rows, keep_ids, keep_offsets)
+            numbers = (launch.rows_of(temperature, rows), stats[:, rows])
+            kept.vocab_stats(vocab_stats, matrix, target[rows], *sets, *numbers, vocab_end, *where.values())
         return
     for rows, matrix, _ in launch.matrices(logits, None):
         sets = (keep_ids, keep_offsets[rows.start : rows.stop + 1])
@@ -140,12 +164,14 @@ def kept_logits_grad(
     """Gradient with a ragged kept set; see `kept.logits_grad`."""
     where = {"ignore_index": ignore_index, "vocab_start": vocab_start, "columns": columns}
     upstream = (grad_log_prob, grad_entropy)
-    if not _native_serves(logits):
-        sets = (keep_ids, keep_offsets)
-        numbers = (temperature, normalizers, *upstream)
-        kept.logits_grad(logits_grad, logits, target, *sets, *numbers, grad_logits, *where.values())
-        return
     gradients = launch.as_matrix(grad_logits)
+    if not _native_serves(logits):
+        for rows, matrix in _blocks(logits, keep_offsets):
+            sets = _sets_of(rows, keep_ids, keep_offsets)
+            row_upstream = [None if grad is None else grad[rows] for grad in upstream]
+            numbers = (launch.rows_of(temperature, rows), normalizers[:, rows], *row_upstream)
+            kept.logits_grad(logits_grad, matrix, target[rows], *sets, *numbers, gradients[rows], *where.values())
+        return
     for rows, matrix, _ in launch.matrices(logits, None):
         sets = (keep_ids, keep_offsets[rows.start : rows.stop + 1])
         numbers = (launch.rows_of(temperature, rows), normalizers[:, rows])

@@ -8,7 +8,9 @@ from torch import Tensor
 
 import ppo_ops
 from ppo_ops import reference
+from ppo_ops.kernels import aten, cpu
 from tests import cases
+from tests.tolerances import assert_same_bits
 
 
 def _ragged(case: cases.Case, ids: Tensor, offsets: Tensor, **more: object) -> tuple[Tensor, ...]:
@@ -65,6 +67,22 @@ def _sets(rows: int, vocabulary: int) -> tuple[Tensor, Tensor, Tensor]:
         sizes.append(len(kept))
     offsets = torch.tensor([0, *sizes]).cumsum(0)
     return mask, torch.cat(ids), offsets
+
+
+@pytest.mark.parametrize("entries", [1, 700, 3000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_row_does_not_depend_on_its_block(
+    dtype: torch.dtype, entries: int, poisoned_memory: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ATen kernels lay out one row, or some, or all at a time."""
+    _, ids, offsets = _sets(9, 1025)
+    case = cases.random_case("ragged_values", 9, 1025, dtype, temperature=0.7)
+    case.target[4] = -100
+    monkeypatch.setattr(cpu, "_kernels", lambda dtype: aten)
+    whole = _ragged(case, ids, offsets)
+    monkeypatch.setattr(cpu, "ENTRIES", entries)
+    for ours, expected in zip(_ragged(case, ids, offsets), whole, strict=True):
+        assert_same_bits(ours, expected)
 
 
 @pytest.mark.parametrize("inplace_backward", [False, True])
