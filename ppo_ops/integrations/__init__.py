@@ -6,7 +6,7 @@ verl       verl's log-probabilities and entropies, whole, vocabulary-parallel an
 nemo_rl    NeMo-RL's: vocabulary start and end, next-token shift, sum p log p
 trl        TRL's selective_log_softmax and entropies
 areal      AReaL's gather_logprobs and gather_logprobs_entropy
-patch      replaces the functions of an installed verl, TRL or megatron-core by these, and puts them back
+patch      replaces a framework's own functions by these, in every module that holds one, and puts them back
 """
 
 from ppo_ops.integrations._patch import Patch, patch

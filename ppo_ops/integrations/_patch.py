@@ -1,11 +1,12 @@
 """`patch`: a framework's own functions replaced by the adapters here, and put back exactly.
 
-A replacement is a copy of the adapter's function object, made for one patch, so that whatever holds it after the patch
-holds it because of the patch, and the user's own import of the adapter is never mistaken for it.
+A replacement is a copy of the adapter's function or class, made for one patch, so that whatever holds it after the
+patch holds it because of the patch, and the user's own import of the adapter is never mistaken for it.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.metadata
 import inspect
@@ -20,54 +21,10 @@ from typing import Any
 
 import torch
 
+from ppo_ops.integrations._frameworks import FRAMEWORKS, Framework
+
 logger = logging.getLogger("ppo_ops.integrations")
 
-
-@dataclass(frozen=True)
-class _Framework:
-    package: str  # as the registry names it
-    versions: tuple[str, ...]  # those that the tests have run against
-    adapter: str
-    functions: dict[str, tuple[str, ...]]  # home module -> functions, each in the adapter under the same name
-    optional: tuple[str, ...] = ()  # home modules that need more packages; skipped where these are missing
-
-
-_FRAMEWORKS = {
-    "verl": _Framework(
-        "verl",
-        ("0.9.1",),
-        "ppo_ops.integrations.verl",
-        {
-            "verl.utils.torch_functional": (
-                "logprobs_from_logits",
-                "entropy_from_logits",
-                "entropy_from_logits_with_chunking",
-            ),
-            "verl.utils.megatron.tensor_parallel": (
-                "vocab_parallel_log_probs_from_logits",
-                "vocab_parallel_entropy",
-                "vocab_parallel_entropy_with_chunking",
-            ),
-            "verl.utils.kernel.linear_cross_entropy": ("linear_cross_entropy",),
-        },
-        optional=("verl.utils.megatron.tensor_parallel",),
-    ),
-    "trl": _Framework(
-        "trl",
-        ("1.16.0",),
-        "ppo_ops.integrations.trl",
-        {"trl.trainer.utils": ("selective_log_softmax", "entropy_from_logits", "selective_log_softmax_and_entropy")},
-    ),
-    "megatron": _Framework(
-        "megatron-core",
-        ("0.16.1",),
-        "ppo_ops.integrations.megatron",
-        {
-            "megatron.core.tensor_parallel.cross_entropy": ("vocab_parallel_cross_entropy",),
-            "megatron.core.fusions.fused_cross_entropy": ("fused_vocab_parallel_cross_entropy",),
-        },
-    ),
-}
 
 _lock = threading.RLock()
 _active: dict[str, _Applied] = {}
@@ -129,9 +86,9 @@ def patch(framework: str, *, any_version: bool = False) -> Patch:
     are built.
 
     Args:
-        framework: "verl", "trl" or "megatron".
-        any_version: True: patch a version that this library's tests have not run against, too, as long as its functions
-            are there with the same arguments.
+        framework: "verl", "trl", "megatron", "nemo_rl", "areal" or "slime".
+        any_version: True: patch a version that is not known here, too, as long as its functions are there with the same
+            arguments.
 
     Returns:
         A `Patch`: a context manager, which restores on leaving also after an exception, with `restore()` for use as a
@@ -140,8 +97,10 @@ def patch(framework: str, *, any_version: bool = False) -> Patch:
         Patching again while patched replaces nothing more, and the last restore counts.
 
     Raises:
-        ValueError: for an unknown framework, or a version or a function that is not the known one; the message names
-            the known ones. Nothing is replaced then.
+        ValueError: for an unknown framework, a version that is not known, or a function whose arguments differ from
+            the known ones in name, place or default; the message names both and the difference. Nothing is replaced
+            then. NeMo-RL, AReaL and slime are also run from a checkout without package metadata, thus without a
+            version: the arguments alone decide.
         ImportError: where the framework is not installed.
 
     Cost:
@@ -153,20 +112,20 @@ def patch(framework: str, *, any_version: bool = False) -> Patch:
         ...     ppo_ops.integrations.patch("nanogpt")
         ... except ValueError as error:
         ...     print(error)
-        framework must be one of 'verl', 'trl', 'megatron', got 'nanogpt'
+        framework must be one of 'verl', 'trl', 'megatron', 'nemo_rl', 'areal', 'slime', got 'nanogpt'
     """
-    if framework not in _FRAMEWORKS:
-        raise ValueError(f"framework must be one of {', '.join(map(repr, _FRAMEWORKS))}, got {framework!r}")
+    if framework not in FRAMEWORKS:
+        raise ValueError(f"framework must be one of {', '.join(map(repr, FRAMEWORKS))}, got {framework!r}")
     with _lock:
         if framework not in _active:
-            _active[framework] = _apply(_FRAMEWORKS[framework], any_version)
+            _active[framework] = _apply(FRAMEWORKS[framework], any_version)
         _active[framework].holders += 1
         found = Patch(framework, _active[framework])
     logger.info("%s computes by ppo_ops in %s", framework, ", ".join(found.patched))
     return found
 
 
-def _apply(framework: _Framework, any_version: bool) -> _Applied:
+def _apply(framework: Framework, any_version: bool) -> _Applied:
     """Check everything first, then replace."""
     _check_version(framework, any_version)
     adapter = importlib.import_module(framework.adapter)
@@ -180,49 +139,91 @@ def _apply(framework: _Framework, any_version: bool) -> _Applied:
             applied.skipped[home] = str(error)
             continue
         for name in names:
-            original = getattr(module, name, None)
+            original: Any = getattr(module, name, None)
             replacement = _copy(getattr(adapter, name))
-            _check_signature(f"{home}.{name}", original, replacement)
+            _check_arguments(f"{home}.{name}", original, replacement, framework.may_lack)
+            if name in framework.own_calls:
+                replacement = _unless(getattr(adapter, framework.own_calls[name]), original, replacement)
             applied.pairs.append((original, replacement))
     applied.patched = tuple(place for pair in applied.pairs for place in _replace(*pair))
     return applied
 
 
-def _check_version(framework: _Framework, any_version: bool) -> None:
+def _check_version(framework: Framework, any_version: bool) -> None:
     try:
         version = importlib.metadata.version(framework.package)
     except importlib.metadata.PackageNotFoundError as error:
+        if framework.checkout:
+            return  # where there is no checkout either, the import fails
         raise ImportError(f"{framework.package} is not installed") from error
-    if version not in framework.versions and not any_version:
+    # What follows "+" names a build; NeMo-RL writes its commit there.
+    if version.partition("+")[0] not in framework.versions and not any_version:
         raise ValueError(
             f"{framework.package} must be of a known version ({', '.join(framework.versions)}), got {version}; "
             f"any_version=True patches it all the same if its functions take the same arguments"
         )
 
 
-def _check_signature(place: str, original: Any, replacement: Callable[..., Any]) -> None:
+def _check_arguments(place: str, original: Any, replacement: Any, may_lack: tuple[str, ...] | None) -> None:
     if original is None:
         raise ValueError(f"{place} does not exist in this version")
-    # The `apply` of an autograd function shows its arguments in `forward`, behind the context.
-    owner: Any = getattr(original, "__self__", None)
-    is_apply = isinstance(owner, type) and issubclass(owner, torch.autograd.Function)
-    theirs = list(inspect.signature(owner.forward if is_apply else original).parameters)[int(is_apply) :]
-    ours = inspect.signature(replacement).parameters
-    positional = [name for name, p in ours.items() if p.kind is not inspect.Parameter.KEYWORD_ONLY]
-    extra = [ours[name] for name in positional[len(theirs) :]]
-    if positional[: len(theirs)] != theirs or any(p.default is inspect.Parameter.empty for p in extra):
-        raise ValueError(f"{place} must take the arguments ({', '.join(positional)}), got ({', '.join(theirs)})")
+    theirs, ours = _parameters(original), _parameters(replacement)
+    if found := _differences(theirs, ours, may_lack):
+        known, given = (", ".join(str(p.replace(annotation=p.empty)) for p in each) for each in (ours, theirs))
+        raise ValueError(f"{place} must take the arguments ({known}), got ({given}): {', '.join(found)}")
 
 
-def _copy(function: types.FunctionType) -> types.FunctionType:
-    copy = types.FunctionType(
-        function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__
-    )
-    copy.__kwdefaults__ = function.__kwdefaults__
-    copy.__dict__.update(function.__dict__)
+def _parameters(function: Any) -> list[inspect.Parameter]:
+    """Also those of a class with `apply`, or of an autograd function's `apply`, which has them in `forward`."""
+    owner: Any = function if isinstance(function, type) else getattr(function, "__self__", None)
+    is_autograd = isinstance(owner, type) and issubclass(owner, torch.autograd.Function)
+    if is_autograd:
+        function = owner.forward
+    elif isinstance(function, type):
+        function = function.apply  # type: ignore[attr-defined]
+    return list(inspect.signature(function).parameters.values())[int(is_autograd) :]  # without the context
+
+
+def _differences(
+    theirs: list[inspect.Parameter], ours: list[inspect.Parameter], may_lack: tuple[str, ...] | None
+) -> list[str]:
+    """Why a call that the framework's function takes may mean something else to the replacement."""
+    known = {p.name: p for p in ours}
+    places = [p.name for p in ours if p.kind is p.POSITIONAL_OR_KEYWORD]
+    found = []
+    for place, p in enumerate(theirs):
+        if p.name not in known:
+            found.append(f"{p.name} is not known")
+        elif p.kind is not p.KEYWORD_ONLY and places[place : place + 1] != [p.name]:
+            found.append(f"{p.name} is in another place")
+        elif p.default is not p.empty and p.default != known[p.name].default:
+            found.append(f"{p.name} has another default")
+    missing = [p for p in ours if p.name not in {q.name for q in theirs}]
+    if may_lack is None:
+        missing = [p for p in missing if p.default is p.empty]
+    return found + [f"{p.name} is missing" for p in missing if p.name not in (may_lack or ())]
+
+
+def _copy(thing: Any) -> Any:
+    if isinstance(thing, type):
+        names = {name: value for name, value in vars(thing).items() if name not in ("__dict__", "__weakref__")}
+        return type(thing)(thing.__name__, thing.__bases__, names)
+    copy = types.FunctionType(thing.__code__, thing.__globals__, thing.__name__, thing.__defaults__, thing.__closure__)
+    copy.__kwdefaults__ = thing.__kwdefaults__
+    copy.__dict__.update(thing.__dict__)
     for name in ("__doc__", "__annotations__", "__qualname__", "__module__"):
-        setattr(copy, name, getattr(function, name))
+        setattr(copy, name, getattr(thing, name))
     return copy
+
+
+def _unless(own: Callable[..., bool], original: Callable[..., Any], replacement: Callable[..., Any]) -> Any:
+    """The replacement, except for calls that are the framework's own."""
+
+    @functools.wraps(replacement)
+    def function(*args: Any, **more: Any) -> Any:
+        return (original if own(*args, **more) else replacement)(*args, **more)
+
+    return function
 
 
 def _replace(old: Any, new: Any) -> list[str]:

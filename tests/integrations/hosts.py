@@ -8,6 +8,7 @@ those of the framework (rule "budget" of `tolerances`), in the framework's shape
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -113,3 +114,179 @@ def end_megatron() -> None:
 
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
+
+
+# Frameworks that are in no registry: modules with the real paths and functions with the real arguments, which compute
+# nothing. What they return tells them from the adapters.
+OWN = "the framework's own"
+
+
+def _module(name: str, **names: Any) -> ModuleType:
+    module = ModuleType(name)
+    vars(module).update(names)
+    return module
+
+
+def _returns_own(*_: Any, **__: Any) -> str:
+    return OWN
+
+
+# Arguments read on 2026-12-02 in NVIDIA-NeMo/RL, nemo_rl/distributed/model_utils.py, commits 8c6d533 and 0433dae; the
+# classes have the same in both, the function those of 0433dae.
+def nemo_rl() -> list[ModuleType]:
+    module = _module("nemo_rl.distributed.model_utils")
+
+    class DistributedLogprob(torch.autograd.Function):
+        @staticmethod
+        def forward(
+            ctx: Any,
+            vocab_parallel_logits: Any,
+            target: Any,
+            vocab_start_index: Any,
+            vocab_end_index: Any,
+            group: Any,
+            inference_only: bool = False,
+        ) -> Any:
+            return OWN
+
+    class ChunkedDistributedLogprob(torch.autograd.Function):
+        @staticmethod
+        def forward(
+            ctx: Any,
+            vocab_parallel_logits: Any,
+            target: Any,
+            vocab_start_index: Any,
+            vocab_end_index: Any,
+            chunk_size: Any,
+            tp_group: Any,
+            inference_only: bool = False,
+        ) -> Any:
+            return OWN
+
+    class ChunkedDistributedGatherLogprob(torch.autograd.Function):
+        @staticmethod
+        def forward(
+            ctx: Any,
+            vocab_parallel_logits: Any,
+            global_indices: Any,
+            vocab_start_index: Any,
+            vocab_end_index: Any,
+            chunk_size: Any,
+            tp_group: Any,
+            inference_only: bool = False,
+        ) -> Any:
+            return OWN
+
+    class ChunkedDistributedEntropy(torch.autograd.Function):
+        @staticmethod
+        def forward(
+            ctx: Any, vocab_parallel_logits: Any, chunk_size: Any, tp_group: Any, inference_only: bool = False
+        ) -> Any:
+            return OWN
+
+    def from_parallel_logits_to_logprobs(
+        vocab_parallel_logits: Any,
+        target: Any,
+        vocab_start_index: Any,
+        vocab_end_index: Any,
+        tp_group: Any,
+        inference_only: bool = False,
+        cp_group: Any = None,
+        chunk_size: Any = None,
+        sampling_params: Any = None,
+        *,
+        shift_targets: bool = True,
+    ) -> Any:
+        # The class is found by name at each call, as there.
+        where = vocab_start_index, vocab_end_index
+        return module.DistributedLogprob.apply(vocab_parallel_logits, target, *where, tp_group, inference_only)
+
+    def from_parallel_logits_to_logprobs_packed_sequences(
+        vocab_parallel_logits: Any,
+        target: Any,
+        cu_seqlens_padded: Any,
+        unpacked_seqlen: Any,
+        vocab_start_index: Any,
+        vocab_end_index: Any,
+        group: Any,
+        inference_only: bool = False,
+        cp_group: Any = None,
+        chunk_size: Any = None,
+        sampling_params: Any = None,
+        target_is_pre_rolled: bool = False,
+    ) -> Any:
+        return OWN
+
+    classes = DistributedLogprob, ChunkedDistributedLogprob, ChunkedDistributedGatherLogprob, ChunkedDistributedEntropy
+    functions = from_parallel_logits_to_logprobs, from_parallel_logits_to_logprobs_packed_sequences
+    vars(module).update({thing.__name__: thing for thing in (*classes, *functions)})
+    return [module, _module("nemo_rl.user", Distributed=DistributedLogprob, Entropy=ChunkedDistributedEntropy)]
+
+
+# Arguments read on 2026-12-02 in areal/utils/functional/vocab_parallel.py: inclusionAI/AReaL, commit 8cc6378 (in the
+# time of 1.0), without `reuse_logits`; areal-project/AReaL, commits 55fa31d and 60a9824 (2.0 and later), with it.
+def areal(reuse_logits: bool = True) -> list[ModuleType]:
+    def gather_logprobs(
+        logits: Any, labels: Any, temperature: float = 1.0, tp_group: Any = None, chunk_size: int = 1024
+    ) -> Any:
+        return OWN
+
+    def gather_logprobs_entropy(
+        logits: Any,
+        labels: Any,
+        temperature: float = 1.0,
+        tp_group: Any = None,
+        chunk_size: int = 1024,
+        reuse_logits: bool = False,
+    ) -> Any:
+        return OWN
+
+    def without(
+        logits: Any, labels: Any, temperature: float = 1.0, tp_group: Any = None, chunk_size: int = 1024
+    ) -> Any:
+        return OWN
+
+    both = gather_logprobs_entropy if reuse_logits else without
+    names = {"gather_logprobs": gather_logprobs, "gather_logprobs_entropy": both}
+    # The package hands them on, and engines import them from there.
+    user = _module("areal.user", gather_logprobs=gather_logprobs, both=both)
+    return [_module(f"areal.utils.functional{name}", **names) for name in (".vocab_parallel", "")] + [user]
+
+
+# Arguments read on 2026-12-02 in THUDM/slime, slime/backends/megatron_utils/loss.py, commit 00c2d6d, and in the call
+# that it makes of slime/utils/ppo_utils.py (the same since pull request 2144).
+def slime() -> list[ModuleType]:
+    def calculate_log_probs_and_entropy(
+        logits: Any,
+        tokens: Any,
+        tp_group: Any,
+        with_entropy: bool = False,
+        chunk_size: int = -1,
+        log_prob_keep_mask: Any = None,
+        with_entropy_grad: bool = True,
+    ) -> Any:
+        return OWN
+
+    def get_log_probs_and_entropy(
+        logits: Any,
+        *,
+        args: Any,
+        unconcat_tokens: Any,
+        total_lengths: Any,
+        response_lengths: Any,
+        with_entropy: bool = False,
+        non_loss_data: bool = True,
+        top_p_token_ids: Any = None,
+        top_p_token_offsets: Any = None,
+    ) -> Any:
+        return OWN
+
+    rows, packed = calculate_log_probs_and_entropy, get_log_probs_and_entropy
+    loss = _module(
+        "slime.backends.megatron_utils.loss",
+        calculate_log_probs_and_entropy=rows,
+        get_log_probs_and_entropy=packed,
+        get_values=_returns_own,
+    )
+    utils = _module("slime.utils.ppo_utils", calculate_log_probs_and_entropy=rows)
+    return [utils, loss, _module("slime.user", get_log_probs_and_entropy=packed)]
