@@ -148,7 +148,7 @@ def get_log_probs_and_entropy(
             f"{context_parallel_size()} and {getattr(args, 'allgather_cp', False)}"
         )
     if logits.dim() == 3 and logits.shape[0] == 1:
-        logits = logits[0]
+        logits = logits.squeeze(0)  # a view; the gradient of an index would be a copy
     if logits.dim() != 2:
         raise ValueError(f"logits must have the shape [1, T, V_local] or [T, V_local], got {tuple(logits.shape)}")
     rows = _response_rows(logits.shape[0], total_lengths, response_lengths)

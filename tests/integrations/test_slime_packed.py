@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ppo_ops.integrations.slime import get_log_probs_and_entropy
 from tests.cases import generator
@@ -120,6 +121,32 @@ def test_rows_outside_the_responses_are_not_read() -> None:
         strict=True,
     ):
         assert_same_bits(torch.cat(actual), torch.cat(expected))
+
+
+class _Storages(TorchDispatchMode):
+    """Memory as large as the logits that operators hand out, each once."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size, self.seen = size, set[int]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if isinstance(found, Tensor) and found.nbytes >= self.size:
+            self.seen.add(found.untyped_storage().data_ptr())
+        return found
+
+
+@pytest.mark.parametrize("kept", FORMS.values(), ids=FORMS)
+def test_one_gradient_and_no_copy(kept: dict[str, Any]) -> None:
+    """Of the logits' size there are the logits, by which the count shows that it sees, and one gradient."""
+    logits, tokens = _micro_batch()
+    with _Storages(logits.nbytes) as storages:
+        found = _packed(logits, tokens, with_entropy=True, **kept)
+        assert storages.seen <= {logits.untyped_storage().data_ptr()}
+        (torch.cat(found["log_probs"]).sum() + torch.cat(found["entropy"]).sum()).backward()
+    assert logits.grad is not None
+    assert storages.seen == {tensor.untyped_storage().data_ptr() for tensor in (logits, logits.grad)}
 
 
 def test_entropy_coefficient_zero_gives_an_entropy_without_gradient() -> None:
