@@ -151,7 +151,7 @@ def as_tensors(keep_ids: Any, keep_offsets: Tensor | None, target: Tensor) -> tu
     rows = [_of_row(row, index).to(target.device) for index, row in enumerate(keep_ids)]
     if len(rows) != target.numel():
         raise ValueError(f"keep_ids must be one list for each of target's {target.numel()} rows, got {len(rows)} lists")
-    offsets = torch.tensor([0, *(len(row) for row in rows)]).cumsum(0)
+    offsets = torch.tensor([0, *(len(row) for row in rows)], device="cpu").cumsum(0)
     return torch.cat([target.new_empty(0, dtype=torch.int64), *rows]), offsets.to(target.device)
 
 
@@ -169,7 +169,7 @@ def _of_nested(keep_ids: Any, keep_offsets: Tensor | None) -> tuple[Tensor, Tens
 
 def _of_row(row: Any, index: int) -> Tensor:
     """One row's ids, ``[m]`` int64."""
-    ids = row if isinstance(row, Tensor) else torch.as_tensor(row)
+    ids = row if isinstance(row, Tensor) else torch.as_tensor(row, device="cpu")
     if not ids.numel():
         ids = ids.to(torch.int64)
     if ids.dim() != 1 or ids.dtype not in (torch.int32, torch.int64):

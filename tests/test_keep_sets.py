@@ -112,6 +112,13 @@ def test_every_way_to_give_a_set_gives_the_same_bits(keep_ids: Any) -> None:
         assert_same_bits(actual, expected)
 
 
+def test_lists_under_another_default_device() -> None:
+    logits, target = _inputs()
+    with torch.device("meta"):
+        log_prob = ppo_ops.logprob(logits, target, keep_ids=[[3, 1, 128], (), torch.tensor([7], device="cpu"), [5, 6]])
+    assert_same_bits(log_prob.detach(), _expected()[3])
+
+
 def test_rows_of_lists_are_in_the_order_of_target() -> None:
     logits, target = _inputs()
     shaped = ppo_ops.logprob(logits.view(2, 2, 129), target.view(2, 2), keep_ids=list(ROWS))

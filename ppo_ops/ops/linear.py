@@ -148,7 +148,7 @@ def layer_of(
     """Hidden states as rows, and the layer without padding columns."""
     bias = None if bias is None else bias[: where.columns]
     layer = linear.Layer(weight[: where.columns], bias, compute, accumulation_dtype(hidden))
-    return hidden.reshape(-1, hidden.shape[-1]), layer
+    return hidden.reshape(hidden.shape[:-1].numel(), hidden.shape[-1]), layer
 
 
 def _stage(kernels: ModuleType) -> Any:

@@ -94,7 +94,7 @@ def check_keep_sets(keep_ids: Tensor, keep_offsets: Tensor, where: Shard) -> Non
         raise ValueError(f"keep_offsets must start at 0, got {first}")
     if last != number:
         raise ValueError(f"keep_offsets must end at the number of keep_ids, {number}, got {last}")
-    falling = keep_offsets.diff() < 0
+    falling = keep_offsets[1:] < keep_offsets[:-1]  # a difference might wrap
     if falling.any():
         row = int(falling.nonzero()[0])
         sizes = f"{int(keep_offsets[row])} and then {int(keep_offsets[row + 1])}"

@@ -225,7 +225,7 @@ def test_temperature(temperature):
         check_grad(Case(129, kinds=kinds, masked=masked, temperature=temperature))
 
 
-@pytest.mark.parametrize("temperature", [1e-30, 1e-3, 1e3, 1e30])
+@pytest.mark.parametrize("temperature", [1e-30, 1e-3, 1e3, 1e30, 3e38])
 @pytest.mark.usefixtures("isa")
 def test_extreme_temperature_with_absent_columns(temperature):
     for kinds in (4, 6):

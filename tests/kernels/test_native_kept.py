@@ -92,6 +92,8 @@ def test_right_sets(ids_dtype: torch.dtype, offsets_dtype: torch.dtype) -> None:
     assert right([0, limits.max], [0, 2], 2**62) == (ids_dtype == torch.int32)
     for offsets in ([1, 3], [0, 2], [0, 4], [0, 3, 2, 3], [-1, 3], [0, -1, 3]):
         assert not right([0, 1, 2], offsets, 7), offsets
+    most = torch.iinfo(offsets_dtype).max
+    assert not right([0, 1, 2], [0, most, -2, 3], 7)  # in 64 bits each difference wraps to a positive number
     for place in (0, 1, 50, 98, 99):  # in the vector loop and in its tail
         for wrong in (-1, 100, limits.min, limits.max):
             assert not right([*many[:place], wrong, *many[place + 1 :]], [0, 100], 100), (place, wrong)

@@ -227,3 +227,11 @@ def test_errors(changes: dict[str, object], error: type[Exception], message: str
         arguments["keep_mask"] = torch.ones(2, 7, dtype=torch.bool)
     with pytest.raises(error, match=message):
         ppo_ops.logprob(torch.zeros(2, 7), torch.tensor([0, 1]), **arguments)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_offsets_whose_differences_wrap(dtype: torch.dtype) -> None:
+    most = torch.iinfo(dtype).max
+    offsets = torch.tensor([0, most, -2, 3], dtype=dtype)
+    with pytest.raises(ValueError, match=f"keep_offsets must not decrease, got {most} and then -2 for row 1"):
+        ppo_ops.logprob(torch.zeros(3, 7), torch.zeros(3).long(), keep_ids=torch.arange(3), keep_offsets=offsets)

@@ -195,6 +195,18 @@ def test_without_rows_or_with_all_rows_ignored(rows: int) -> None:
         assert_exact(leaf.grad, torch.zeros_like(leaf))
 
 
+def test_hidden_states_without_elements(kernels: str) -> None:
+    bias = torch.tensor([0.0, 2.0, -1.0], requires_grad=True)
+    hidden, weight = torch.zeros(2, 0, requires_grad=True), torch.zeros(3, 0, requires_grad=True)
+    target = torch.tensor([1, 0])
+    outputs = ppo_ops.linear_logprob_entropy(hidden, weight, target, bias)
+    ours = [*outputs, *torch.autograd.grad([output.sum() for output in outputs], (hidden, weight, bias))]
+    outputs = ppo_ops.logprob_entropy(bias.expand(2, 3), target)
+    (grad_bias,) = torch.autograd.grad([output.sum() for output in outputs], bias)
+    for actual, right in zip(ours, (*outputs, torch.zeros(2, 0), torch.zeros(3, 0), grad_bias), strict=True):
+        torch.testing.assert_close(actual, right, rtol=1e-6, atol=1e-6)  # sums over rows in another order
+
+
 def _products(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """Shapes of the results of all GEMMs from now on."""
     shapes: list[tuple[int, ...]] = []
