@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import re
+import sys
 from pathlib import Path
 
 import pytest
 
 import ppo_ops.integrations
+from ppo_ops.integrations._frameworks import FRAMEWORKS
+from tests.integrations import hosts
 from tests.test_readme import README, ROOT, promised_output
 
 PAGES = sorted((ROOT / "docs").glob("*.md"))
@@ -19,11 +23,22 @@ BLOCKS = [
 ]
 
 
+def _stand_in(framework: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Modules with the paths and arguments of a framework that is in no registry."""
+    for module in getattr(hosts, framework)():
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: FRAMEWORKS[framework].versions[-1])
+
+
 @pytest.mark.parametrize("code", BLOCKS)
-def test_code_prints_what_it_says(code: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Blocks that import a framework run where it is installed."""
-    for framework in re.findall(r"^from (verl|trl|megatron)\b", code, re.MULTILINE):
-        if importlib.util.find_spec(framework) is None:
+def test_code_prints_what_it_says(
+    code: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks that import a framework run where it is installed, or on modules that stand for it."""
+    for framework in re.findall(r"^ *from (verl|trl|megatron|nemo_rl|areal|slime)\b", code, re.MULTILINE):
+        if hasattr(hosts, framework):
+            _stand_in(framework, monkeypatch)
+        elif importlib.util.find_spec(framework) is None:
             pytest.skip(f"{framework} is not installed")
     exec(compile(code, "docs", "exec"), {})
     printed = capsys.readouterr().out.splitlines()
@@ -49,7 +64,13 @@ def test_every_page_is_in_the_index_and_the_index_in_the_readme() -> None:
 
 
 def test_every_adapter_has_a_page() -> None:
-    """slime's is described in the README."""
     folder = Path(ppo_ops.integrations.__file__).parent
-    adapters = {path.stem for path in folder.glob("*.py") if not path.stem.startswith("_")} - {"slime"}
+    adapters = {path.stem for path in folder.glob("*.py") if not path.stem.startswith("_")}
     assert adapters <= {page.stem for page in PAGES}
+
+
+def test_known_versions_are_named() -> None:
+    """By the page of each framework that `patch` knows."""
+    for framework, known in FRAMEWORKS.items():
+        text = (ROOT / "docs" / f"{framework}.md").read_text()
+        assert [version for version in known.versions if version not in text] == []

@@ -56,8 +56,9 @@ FRAMEWORKS = {
             "megatron.core.fusions.fused_cross_entropy": ("fused_vocab_parallel_cross_entropy",),
         },
     ),
-    # The classes' arguments are the same in commits 8c6d533 (before 0.5.0) and 0433dae (of 2026) of NVIDIA-NeMo/RL. The
-    # functions that call them differ; they stay NeMo-RL's and find the replacements by name.
+    # The classes' arguments are the same in commit 8c6d533 of NVIDIA-NeMo/RL (before 0.6.0), in the tree of 0.7.0 and in
+    # commit 0433dae (after it). The functions that call them differ; they stay NeMo-RL's and find the replacements by
+    # name.
     "nemo_rl": Framework(
         "nemo-rl",
         ("0.5.0", "0.6.0", "0.7.0"),

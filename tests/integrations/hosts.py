@@ -131,8 +131,8 @@ def _returns_own(*_: Any, **__: Any) -> str:
     return OWN
 
 
-# Arguments read on 2026-12-02 in NVIDIA-NeMo/RL, nemo_rl/distributed/model_utils.py, commits 8c6d533 and 0433dae; the
-# classes have the same in both, the function those of 0433dae.
+# Arguments read on 2026-12-02 in NVIDIA-NeMo/RL, nemo_rl/distributed/model_utils.py: the classes have the same in commit
+# 8c6d533 (before 0.6.0), in the tree of 0.7.0 and in commit 0433dae (after it); the functions have those of 0433dae.
 def nemo_rl() -> list[ModuleType]:
     module = _module("nemo_rl.distributed.model_utils")
 
