@@ -1,6 +1,6 @@
 """A framework's own functions before and after `ppo_ops.integrations.patch`: memory, time, collectives, error.
 
-    python -m benchmarks.frameworks verl trl megatron
+    python -m benchmarks.frameworks verl trl megatron areal
     python -m benchmarks.frameworks verl --rows 64 --vocab 1000 --rounds 3    quickly, to see that it runs
 
 The same calls as the framework's engines make, resolved by name at each call, so that they are the framework's before
@@ -72,6 +72,12 @@ def _trl(module: Any, logits: Tensor, inputs: Inputs) -> Outputs:
     return module.selective_log_softmax_and_entropy(logits, inputs.target)  # type: ignore[no-any-return]
 
 
+def _areal(module: Any, logits: Tensor, inputs: Inputs) -> Outputs:
+    # AReaL's engines pass a group where it has more than one rank.
+    group = dist.group.WORLD if dist.is_initialized() and dist.get_world_size() > 1 else None
+    return module.gather_logprobs_entropy(logits, inputs.target, tp_group=group)  # type: ignore[no-any-return]
+
+
 def _megatron(module: Any, logits: Tensor, inputs: Inputs) -> Outputs:
     return -module.vocab_parallel_cross_entropy(logits, inputs.target), None
 
@@ -87,6 +93,7 @@ ROUTES = {
     "verl FSDP engine": Route(*_VERL, "verl.utils.torch_functional", _verl_fsdp),
     "verl FSDP engine, log-prob": Route(*_VERL, "verl.utils.torch_functional", _verl_fsdp_log_prob, entropy=False),
     "trl, both": Route("trl", "trl", "trl.trainer.utils", _trl),
+    "areal, both": Route("areal", "areal", "areal.utils.functional.vocab_parallel", _areal, parallel=True),
     "megatron-core": Route(
         *_MEGATRON, "megatron.core.tensor_parallel.cross_entropy", _megatron, parallel=True, entropy=False
     ),

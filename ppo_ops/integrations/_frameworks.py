@@ -56,9 +56,9 @@ FRAMEWORKS = {
             "megatron.core.fusions.fused_cross_entropy": ("fused_vocab_parallel_cross_entropy",),
         },
     ),
-    # The classes' arguments are the same in commit 8c6d533 of NVIDIA-NeMo/RL (before 0.6.0), in the tree of 0.7.0 and in
-    # commit 0433dae (after it). The functions that call them differ; they stay NeMo-RL's and find the replacements by
-    # name.
+    # The classes' arguments are the same in commit 8c6d533 of NVIDIA-NeMo/RL (before 0.6.0), in the tree of 0.7.0 and
+    # in commit 0433dae (after it). The functions that call them differ; they stay NeMo-RL's and find the replacements
+    # by name.
     "nemo_rl": Framework(
         "nemo-rl",
         ("0.5.0", "0.6.0", "0.7.0"),
@@ -74,8 +74,8 @@ FRAMEWORKS = {
         checkout=True,
         may_lack=(),
     ),
-    # The arguments of commit 8cc6378 of inclusionAI/AReaL, and of 55fa31d and 60a9824 of areal-project/AReaL, its name
-    # since, which have `reuse_logits` as well; versions from the bumps in its pyproject.toml.
+    # The tests run against 1.0.4. The others by their source: commit 8cc6378 of inclusionAI/AReaL, and 55fa31d and
+    # 60a9824 of areal-project/AReaL, its name since, which have `reuse_logits` as well.
     "areal": Framework(
         "areal",
         ("1.0.0", "1.0.3", "1.0.4", "2.0.0", "2.1.0"),

@@ -49,7 +49,7 @@ def gather_logprobs(
         -0.3133
 
     Source:
-        Signature of AReaL's `areal/utils/functional/vocab_parallel.py`, commits 8cc6378 and 60a9824.
+        AReaL 1.0.4, `areal/utils/functional/vocab_parallel.py`, and its commit 60a9824 (`reuse_logits`).
     """
     check_chunk_size(chunk_size)
     return logprob(logits, labels, temperature=temperature, group=tp_group)

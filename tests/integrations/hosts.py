@@ -116,8 +116,8 @@ def end_megatron() -> None:
         parallel_state.destroy_model_parallel()
 
 
-# Frameworks that are in no registry: modules with the real paths and functions with the real arguments, which compute
-# nothing. What they return tells them from the adapters.
+# Frameworks that a registry does not have, or not without much else: modules with the real paths and functions with the
+# real arguments, which compute nothing. What they return tells them from the adapters.
 OWN = "the framework's own"
 
 
@@ -131,8 +131,8 @@ def _returns_own(*_: Any, **__: Any) -> str:
     return OWN
 
 
-# Arguments read on 2026-12-02 in NVIDIA-NeMo/RL, nemo_rl/distributed/model_utils.py: the classes have the same in commit
-# 8c6d533 (before 0.6.0), in the tree of 0.7.0 and in commit 0433dae (after it); the functions have those of 0433dae.
+# Arguments read on 2026-12-02 in NVIDIA-NeMo/RL, nemo_rl/distributed/model_utils.py: the classes have the same in
+# commit 8c6d533 (before 0.6.0), in the tree of 0.7.0 and in commit 0433dae (after it); the functions are of 0433dae.
 def nemo_rl() -> list[ModuleType]:
     module = _module("nemo_rl.distributed.model_utils")
 
@@ -223,8 +223,8 @@ def nemo_rl() -> list[ModuleType]:
     return [module, _module("nemo_rl.user", Distributed=DistributedLogprob, Entropy=ChunkedDistributedEntropy)]
 
 
-# Arguments read on 2026-12-02 in areal/utils/functional/vocab_parallel.py: inclusionAI/AReaL, commit 8cc6378 (in the
-# time of 1.0), without `reuse_logits`; areal-project/AReaL, commits 55fa31d and 60a9824 (2.0 and later), with it.
+# Arguments read on 2026-12-02 in areal/utils/functional/vocab_parallel.py: inclusionAI/AReaL, commit 8cc6378, and the
+# package 1.0.4, without `reuse_logits`; areal-project/AReaL, commits 55fa31d and 60a9824 (2.0 and later), with it.
 def areal(reuse_logits: bool = True) -> list[ModuleType]:
     def gather_logprobs(
         logits: Any, labels: Any, temperature: float = 1.0, tp_group: Any = None, chunk_size: int = 1024

@@ -1,14 +1,18 @@
-"""AReaL's functions against values, on one rank and on two. AReaL is in no registry."""
+"""AReaL's functions: the adapters against values everywhere, and against AReaL itself where it is installed."""
 
 from __future__ import annotations
 
 import functools
+import importlib
+import importlib.util
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch.distributed import ProcessGroup
 
+from ppo_ops.integrations import patch
 from ppo_ops.integrations.areal import gather_logprobs, gather_logprobs_entropy
 from tests.distributed.harness import Pool
 from tests.integrations import hosts
@@ -16,6 +20,8 @@ from tests.integrations.hosts import Evaluated, case_of
 from tests.tolerances import assert_exact, assert_same_bits
 
 WHICH = ("log_prob", "entropy")
+INSTALLED = importlib.util.find_spec("areal") is not None
+needs_areal = pytest.mark.skipif(not INSTALLED, reason="areal is not installed: docs/areal.md says how to run this")
 
 
 def _log_prob(group: Any) -> hosts.Function:
@@ -42,6 +48,76 @@ def test_values_on_two_ranks(ranks: Pool, both: bool) -> None:
     case, which = case_of("areal"), WHICH if both else WHICH[:1]
     found = hosts.join(ranks.run(_on_rank, both, size=2))
     hosts.judge(found, hosts.plainly(case, which, torch.float32), case, which)
+
+
+def _theirs(group: Any, both: bool) -> hosts.Function:
+    home = importlib.import_module("areal.utils.functional.vocab_parallel")
+    if both:
+        return functools.partial(home.gather_logprobs_entropy, tp_group=group)
+    return lambda logits, labels: (home.gather_logprobs(logits, labels, tp_group=group),)
+
+
+@needs_areal
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("both", [False, True])
+def test_against_areal(both: bool, dtype: torch.dtype) -> None:
+    ours = gather_logprobs_entropy if both else _log_prob(None)
+    hosts.check(ours, _theirs(None, both), case_of("areal", dtype), *(WHICH if both else WHICH[:1]))
+
+
+def _theirs_on_rank(group: ProcessGroup, both: bool) -> Evaluated:
+    case = case_of("areal")
+    return hosts.evaluate(_theirs(group, both), case, WHICH if both else WHICH[:1], hosts.columns(case, group))
+
+
+@needs_areal
+@pytest.mark.parametrize("both", [False, True])
+def test_against_areal_on_two_ranks(ranks: Pool, both: bool) -> None:
+    case, which = case_of("areal"), WHICH if both else WHICH[:1]
+    ours, theirs = (hosts.join(ranks.run(function, both, size=2)) for function in (_on_rank, _theirs_on_rank))
+    hosts.judge(ours, theirs, case, which)
+
+
+@needs_areal
+def test_banned_tokens_have_an_entropy() -> None:
+    """AReaL's is NaN: 0 * -inf."""
+    logits, labels = torch.tensor([[0.0, 0.0, -torch.inf]]), torch.tensor([0])
+    assert _theirs(None, True)(logits, labels)[1].isnan().all()
+    torch.testing.assert_close(gather_logprobs_entropy(logits, labels)[1], torch.tensor([2.0]).log())
+
+
+@needs_areal
+def test_the_fsdp_engine_runs_patched() -> None:
+    """From logits to the loss, by AReaL's own methods: the same loss and gradient within float32 roundings."""
+    module = importlib.import_module("areal.engine.fsdp_engine")
+    engine = object.__new__(module.FSDPEngine)
+    engine.config = SimpleNamespace(is_critic=False, temperature=0.7)
+    engine.enable_tree_training = False
+    engine.parallel_helper = SimpleNamespace(tp_size=1, sp_size=1)
+    case = case_of("areal engine")
+    context = module.FSDPTrainContext(
+        model_inputs={"input_ids": case.target.reshape(1, -1)},
+        mb_input={"advantages": torch.linspace(-1, 1, case.target.numel())},
+        pad_length=0,
+        ulysses_pad_size=0,
+        trie_node=None,
+    )
+
+    def loss_of(log_prob: torch.Tensor, entropy: torch.Tensor, batch: dict[str, Any], **_: Any) -> torch.Tensor:
+        return -(batch["advantages"] * log_prob).mean() - 0.01 * entropy.mean()
+
+    def step() -> tuple[torch.Tensor, torch.Tensor]:
+        logits = case.logits.flatten(0, 1).clone().requires_grad_()
+        one = torch.ones(())
+        loss = engine._compute_logprobs_and_loss(logits, context, loss_of, lambda _: one, one)
+        return loss.detach(), torch.autograd.grad(loss, logits)[0]
+
+    own = step()
+    with patch("areal") as done:
+        assert "areal.engine.fsdp_engine.gather_logprobs_entropy" in done.patched
+        torch.testing.assert_close(step(), own, rtol=1e-5, atol=1e-6)
+    for mine, other in zip(step(), own, strict=True):
+        assert_same_bits(mine, other)
 
 
 def test_temperature_divides_the_logits() -> None:
