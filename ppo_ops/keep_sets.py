@@ -35,7 +35,7 @@ def keep_sets_from_mask(keep_mask: Tensor) -> tuple[Tensor, Tensor]:
         >>> ids.tolist(), offsets.tolist()
         ([0, 2, 1], [0, 2, 3])
     """
-    rows = keep_mask.reshape(-1, keep_mask.shape[-1])
+    rows = keep_mask.reshape(keep_mask.shape[:-1].numel(), keep_mask.shape[-1])
     keep_ids = rows.nonzero()[:, 1].to(torch.int32)
     return keep_ids, _offsets(rows.sum(-1))
 
@@ -51,6 +51,9 @@ def keep_sets_to_mask(keep_ids: Tensor, keep_offsets: Tensor, vocab_size: int) -
     Returns:
         ``[N, V]`` bool.
 
+    Raises:
+        IndexError: on the CPU, an id outside ``[0, V)``.
+
     Cost:
         N V bytes.
 
@@ -62,7 +65,8 @@ def keep_sets_to_mask(keep_ids: Tensor, keep_offsets: Tensor, vocab_size: int) -
     sizes = keep_offsets.diff()
     row = torch.repeat_interleave(torch.arange(len(sizes), device=sizes.device), sizes, output_size=len(keep_ids))
     mask = (sizes == 0).unsqueeze(1).repeat(1, vocab_size)
-    mask[row, keep_ids.to(torch.int64)] = True
+    ids = keep_ids.to(torch.int64)
+    mask[row, ids.where(ids >= 0, vocab_size)] = True  # a negative index would count from the end
     return mask
 
 
@@ -100,7 +104,7 @@ def top_p_keep_sets(logits: Tensor, top_p: float, top_k: int | None = None) -> t
         raise ValueError(f"top_p must be in (0, 1], got {top_p}")
     if top_k is not None and top_k < 1:
         raise ValueError(f"top_k must be at least 1 or None, got {top_k}")
-    rows = logits.detach().reshape(-1, logits.shape[-1]).float()
+    rows = logits.detach().reshape(logits.shape[:-1].numel(), logits.shape[-1]).float()
     values, ids = rows.sort(dim=-1, descending=True, stable=True)
     if top_k is not None:
         values, ids = values[:, :top_k], ids[:, :top_k]

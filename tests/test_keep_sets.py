@@ -61,6 +61,20 @@ def test_replayed_log_prob_is_that_of_the_sampling_distribution() -> None:
     torch.testing.assert_close(log_prob.double(), expected, rtol=1e-6, atol=1e-6)  # float32 against float64
 
 
+@pytest.mark.parametrize("wrong", [-1, 3])
+def test_no_mask_of_ids_outside_the_vocabulary(wrong: int) -> None:
+    with pytest.raises(IndexError, match="out of bounds"):
+        ppo_ops.keep_sets_to_mask(torch.tensor([0, wrong]), torch.tensor([0, 2]), 3)
+
+
+def test_rows_without_columns() -> None:
+    for ids, offsets in (
+        ppo_ops.keep_sets_from_mask(torch.ones(2, 0, dtype=torch.bool)),
+        ppo_ops.top_p_keep_sets(torch.zeros(2, 0), 0.9),
+    ):
+        assert (ids.tolist(), offsets.tolist()) == ([], [0, 0, 0])
+
+
 @pytest.mark.parametrize(("top_p", "top_k"), [(0.0, None), (1.5, None), (0.9, 0)])
 def test_errors(top_p: float, top_k: int | None) -> None:
     with pytest.raises(ValueError, match=r"top_[pk] must be"):

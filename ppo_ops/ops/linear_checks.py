@@ -19,9 +19,14 @@ from ppo_ops.ops.checks import (
 )
 
 
+def _autocast_is_on(device: torch.device) -> bool:
+    """Whether autocast converts on this device; to ask about one that knows no autocast, such as meta, is an error."""
+    return torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
+
+
 def compute_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
     """What the operands of the GEMMs are rounded to: under autocast its dtype, as `F.linear` does, else their own."""
-    if torch.is_autocast_enabled(hidden.device.type) and torch.float64 not in (hidden.dtype, weight.dtype):
+    if _autocast_is_on(hidden.device) and torch.float64 not in (hidden.dtype, weight.dtype):
         return torch.get_autocast_dtype(hidden.device.type)
     return hidden.dtype
 
@@ -74,7 +79,7 @@ def _check_dtype(name: str, tensor: Tensor, hidden: Tensor) -> None:
     torch._check_type(
         tensor.dtype in LOGITS_DTYPES, lambda: f"{name} must be one of {_names(LOGITS_DTYPES)}, got {tensor.dtype}"
     )
-    converted = torch.is_autocast_enabled(hidden.device.type) and torch.float64 not in (tensor.dtype, hidden.dtype)
+    converted = _autocast_is_on(hidden.device) and torch.float64 not in (tensor.dtype, hidden.dtype)
     torch._check_type(
         tensor.dtype == hidden.dtype or converted,
         lambda: f"{name} must have the dtype of hidden ({hidden.dtype}) outside autocast, got {tensor.dtype}",

@@ -207,6 +207,15 @@ def test_hidden_states_without_elements(kernels: str) -> None:
         torch.testing.assert_close(actual, right, rtol=1e-6, atol=1e-6)  # sums over rows in another order
 
 
+def test_meta_tensors() -> None:
+    hidden, weight = torch.zeros(2, 3, 4, device="meta"), torch.zeros(5, 4, device="meta")
+    target = torch.zeros(2, 3, device="meta", dtype=torch.int64)
+    for output in ppo_ops.linear_logprob_entropy(hidden, weight, target):
+        assert (output.shape, output.dtype, output.device.type) == ((2, 3), torch.float32, "meta")
+    with pytest.raises(TypeError, match="weight must have the dtype of hidden"):
+        ppo_ops.linear_logprob_entropy(hidden, weight.half(), target)
+
+
 def _products(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """Shapes of the results of all GEMMs from now on."""
     shapes: list[tuple[int, ...]] = []
