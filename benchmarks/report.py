@@ -74,13 +74,15 @@ def _remark(row: Row) -> str:
     return str(row.get("remark") or "")
 
 
-def _slower(row: Row, group: list[Row]) -> str:
-    """Marks a row of this library where another provider is faster in total."""
-    together = [r for r in group if r["ok"] and all(r[key] == row.get(key) for key in ("rows", "threads"))]
-    slower = [
-        best for mine, best in bounds.rivals(together, "total") if mine is row and best["total_ms"] < row["total_ms"]
-    ]
-    return f" [slower than {slower[0]['provider']}]" if slower else ""
+def _slower(row: Row, rows: list[Row]) -> str:
+    """Marks a row of this library where another provider is faster, with the steps in which it is."""
+    together = bounds.cells(rows).get(bounds.cell_of(row), []) if row["ok"] else []
+    steps: dict[str, list[str]] = {}
+    for step in bounds.STEPS if row.get("grad") else bounds.STEPS[:1]:
+        for mine, best in bounds.rivals(together, step):
+            if mine is row and best[f"{step}_ms"] < row[f"{step}_ms"]:
+                steps.setdefault(best["provider"], []).append(step)
+    return "".join(f" [{', '.join(lost)}: {provider} is faster]" for provider, lost in steps.items())
 
 
 def _timed(rows: list[Row]) -> str:
@@ -99,7 +101,7 @@ def _timed(rows: list[Row]) -> str:
             cells = [row["provider"], *([str(row.get("threads", "-"))] if several else [])]
             for step in steps:
                 cells += [number(row.get(f"{step}_ms")), number(row.get(f"{step}_ratio"))]
-            body.append([*cells, _remark(row) + _slower(row, group)])
+            body.append([*cells, (_remark(row) + _slower(row, group)).strip()])
         title = f"{what}, {dtype}, {n} x {vocab:,}" + (", forward and backward" if grad else ", forward without grad")
         if limit:
             title += f"; limit {number(limit['forward_limit_ms'])} ms"
@@ -149,6 +151,7 @@ def _memory(rows: list[Row]) -> str:
 
 
 def _parallel(rows: list[Row]) -> str:
+    marked = [{**row, "remark": (_remark(row) + _slower(row, rows)).strip()} for row in rows]
     values = {
         "forward_ms": "forward ms",
         "forward_ratio": "/ limit",
@@ -157,7 +160,7 @@ def _parallel(rows: list[Row]) -> str:
         "collectives": "collectives forward",
         "backward_collectives": "backward",
     }
-    return _columns(rows, ("world", "provider", "dtype", "what"), values)
+    return _columns(marked, ("world", "provider", "dtype", "what"), values)
 
 
 def _dispatch(rows: list[Row]) -> str:
@@ -165,8 +168,8 @@ def _dispatch(rows: list[Row]) -> str:
 
 
 def _linearity(rows: list[Row]) -> str:
-    values = {"forward_ms": "forward ms", "forward_ps": "ps an element"}
-    values |= {"backward_ms": "in-place backward ms", "backward_ps": "ps an element"}
+    values = {"forward_ms": "forward ms", "forward_ps": "ps an element", "forward_limit_ps": "read, ps"}
+    values |= {"backward_ms": "in-place backward ms", "backward_ps": "ps an element", "backward_limit_ps": "copy_, ps"}
     return _columns(rows, ("dtype", "over", "rows", "vocab"), values)
 
 

@@ -192,8 +192,8 @@ def linearity(settings: Settings) -> Iterator[Row]:
             for row in measure(settings, *cells, only=("ppo_ops, in place",), cold=True):
                 if row["ok"]:
                     elements = row["rows"] * row["vocab"]
-                    per_element = {f"{s}_ps": 1e9 * row[f"{s}_ms"] / elements for s in ("forward", "backward")}
-                    yield {**row, "over": over, **per_element}
+                    steps = ("forward", "forward_limit", "backward", "backward_limit")
+                    yield {**row, "over": over, **{f"{s}_ps": 1e9 * row[f"{s}_ms"] / elements for s in steps}}
 
 
 def dispatch(settings: Settings) -> Iterator[Row]:

@@ -37,7 +37,7 @@ def tensor_parallel(settings: Settings) -> Iterator[Row]:
             continue
         with tempfile.TemporaryDirectory() as folder:
             packages = sorted({provider.package for provider in settings.providers})
-            arguments = (world, folder, rows, vocab, settings.device, packages, settings.rounds)
+            arguments = (world, folder, rows, vocab, settings.device, packages, settings.rounds, settings.threads)
             context = mp.start_processes(_worker, arguments, world, join=False, start_method="spawn")
             try:
                 end = time.monotonic() + TIMEOUT_S
@@ -58,9 +58,17 @@ def _lines(path: Path) -> list[str]:
 
 
 def _worker(
-    rank: int, world: int, folder: str, rows: int, vocab: int, device: str, packages: list[str], rounds: int
+    rank: int,
+    world: int,
+    folder: str,
+    rows: int,
+    vocab: int,
+    device: str,
+    packages: list[str],
+    rounds: int,
+    threads: int,
 ) -> None:
-    torch.set_num_threads(max(1, torch.get_num_threads() // world))
+    torch.set_num_threads(max(1, threads // world))
     if device.startswith("cuda"):
         device = f"cuda:{rank}"
         torch.cuda.set_device(rank)

@@ -156,6 +156,50 @@ def test_quick_fails_where_a_promise_is_missed() -> None:
     assert not good[1].met, "what was not measured is not met"
 
 
+def _series(ours: list[float], read: list[float]) -> list[Row]:
+    """Rows of one size each, as the linearity section makes them; picoseconds an element."""
+    even = {"backward_ps": 1.0, "backward_limit_ps": 1.0}
+    return [
+        {"dtype": dtype, "over": over, "forward_ps": a, "forward_limit_ps": b, **even}
+        for dtype in bounds.DTYPES
+        for over in ("rows", "vocab")
+        for a, b in zip(ours, read, strict=True)
+    ]
+
+
+def test_linear_is_held_to_what_the_machine_itself_varies_by() -> None:
+    """1.3 on a machine whose own read is even; as much as that read varies where it varies by more."""
+    even, uneven = [100.0, 100.0, 100.0], [150.0, 120.0, 100.0]
+    forward = [b for b in bounds.linear_bounds(_series([140.0, 110.0, 100.0], even)) if "forward" in b.name]
+    assert [(b.value, b.limit, b.met) for b in forward] == [(1.4, bounds.LINEAR, False)] * 4
+    forward = [b for b in bounds.linear_bounds(_series([140.0, 110.0, 100.0], uneven)) if "forward" in b.name]
+    assert [(b.limit, b.met) for b in forward] == [(1.5, True)] * 4
+    assert str(forward[0]).endswith("1.4 (<= 1.5) the limit itself 1.50")
+    worse = bounds.linear_bounds(_series([160.0, 110.0, 100.0], uneven))
+    assert [b.met for b in worse] == [False, True] * 4, "more than the read varies; backward is even"
+
+
+def test_what_a_section_did_not_measure_is_missed() -> None:
+    """A refusal, a failed worker or an empty section must not pass by leaving nothing to judge."""
+    for name, promises in (("linearity", 8), ("memory", 2), ("dispatch", 1), ("quick", 12)):
+        found = bounds.all_bounds({name: []})
+        assert [bound.met for bound in found] == [False] * promises, name
+    row = {"ok": True, "provider": bounds.INPLACE, "dtype": "float32", "forward": 0.0}
+    assert not bounds.memory_bounds([row])[0].met, "the peak of backward is missing"
+    row = {"dtype": "float32", "class": "-inf", "what": bounds.MAIN, "rows": 8, "vocab": 9}
+    plain = {**row, "ok": True, "provider": bounds.PLAIN, "log_prob": 1e-7, "entropy": float("nan"), "gradient": 1e-7}
+    refused = bounds.accuracy_bounds([{**row, "ok": False, "provider": bounds.OURS}, plain])
+    assert [bound.met for bound in refused] == [False] * 3
+    wrong = {**row, "ok": True, "provider": bounds.OURS, "log_prob": 1e-7, "entropy": 1e-3, "gradient": 1e-7}
+    assert [bound.met for bound in bounds.accuracy_bounds([wrong, plain])] == [True, False, True], "NaN excuses nothing"
+
+
+def test_a_collective_too_many_is_missed() -> None:
+    row = {"ok": True, "provider": bounds.OURS, "dtype": "float32", "what": bounds.MAIN, "backward_collectives": 0}
+    rows = [{**row, "world": world, "collectives": 1} for world in (1, 2)]
+    assert [bound.met for bound in bounds.collective_bounds(rows)] == [False, True, True, True]
+
+
 def test_fastest_compares_like_with_like() -> None:
     """A peer that overwrites the logits competes with the in-place gradient, any other with both."""
     row = {"ok": True, "dtype": "float32", "grad": True, "what": "log-prob", "rows": 8, "vocab": 9, "threads": 2}
@@ -176,6 +220,16 @@ def test_fastest_compares_like_with_like() -> None:
         "peer",
         "eager peer",
     ]
+
+
+def test_a_row_is_marked_with_the_steps_that_it_loses() -> None:
+    cell = {"ok": True, "dtype": "float32", "grad": True, "what": "log-prob", "rows": 8, "vocab": 9, "world": 2}
+    mine = {**cell, "provider": bounds.OURS, "remark": "", "forward_ms": 1.0, "backward_ms": 3.0, "total_ms": 4.0}
+    peer = {**mine, "provider": "peer", "forward_ms": 2.0, "backward_ms": 1.0, "total_ms": 3.0}
+    slow = {**peer, "world": 1, "backward_ms": 9.0, "total_ms": 11.0}
+    tables = report.markdown({"sections": {"parallel": [mine, peer, {**mine, "world": 1}, slow]}})
+    assert tables.count("is faster") == 1
+    assert "[backward, total: peer is faster]" in tables
 
 
 def test_numbers_in_tables() -> None:
