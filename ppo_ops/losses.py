@@ -257,8 +257,9 @@ def group_normalized_advantage(reward: Tensor, group_size: int, *, scale: bool =
     shifted = grouped - grouped[:, :1]
     centered = shifted - shifted.mean(-1, keepdim=True)
     if scale:
-        centered = centered / (centered.square().sum(-1, keepdim=True).div(group_size - 1).sqrt() + eps)
-    return centered.flatten()
+        wide = centered.to(torch.promote_types(centered.dtype, torch.float32))  # float16 has no square of 256
+        centered = wide / (wide.square().sum(-1, keepdim=True).div(group_size - 1).sqrt() + eps)
+    return centered.flatten().to(reward.dtype)
 
 
 def gae(reward: Tensor, value: Tensor, mask: Tensor, *, gamma: float = 1.0, lam: float = 0.95) -> tuple[Tensor, Tensor]:

@@ -200,6 +200,12 @@ def test_group_normalized_advantage(data: dict[str, Tensor]) -> None:
     assert_fp64(got, torch.tensor(centered, dtype=torch.float64))
 
 
+def test_large_rewards_in_float16_are_told_apart() -> None:
+    advantage = losses.group_normalized_advantage(torch.tensor([0.0, 1000.0], dtype=torch.float16), 2)
+    right = torch.tensor([-0.5, 0.5], dtype=torch.float64).mul(math.sqrt(2)).to(torch.float16)
+    assert_exact(advantage, right)
+
+
 @pytest.mark.parametrize("size", [2, 3, 7, 10])
 def test_equal_rewards_give_exactly_no_advantage(size: int) -> None:
     """The float32 mean of `size` times 0.1 need not be 0.1, and 1e-8 / eps would be an advantage of 0.01."""
