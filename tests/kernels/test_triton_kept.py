@@ -12,32 +12,20 @@ import ppo_ops
 import ppo_ops.kernels
 from ppo_ops.kernels import cpu, cuda, kept
 from tests import cases
+from tests.kernels.triton_tools import INTERPRETER
 from tests.tolerances import assert_exact, assert_same_bits
 
 pytest.importorskip("triton")
-from tests.kernels.triton_tools import interpreted_kernels
-
-pytestmark = [
-    pytest.mark.usefixtures("poisoned_memory"),
-    # The interpreter computes on special values with numpy.
-    pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning", "ignore:All-NaN slice:RuntimeWarning"),
-]
+pytestmark = INTERPRETER
 INF, NAN = torch.inf, torch.nan
 SIZES = (0, 1, 2, 63, 64, 65, 300, 7)
 
 
-@pytest.fixture(scope="module")
-def module() -> ModuleType:
-    return interpreted_kernels()
-
-
 @pytest.fixture
-def kernels(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def kernels(interpreted: ModuleType, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """Programs of one warp that take 64 entries at a time."""
-    monkeypatch.setattr(module, "LANES", 32)
-    monkeypatch.setattr(module, "ENTRIES", 64)
-    monkeypatch.setattr(module, "SPLIT_COLUMNS", 1024)
-    return module
+    monkeypatch.setattr(interpreted, "ENTRIES", 64)
+    return interpreted
 
 
 def _found(sizes: tuple[int, ...]) -> kept.Entries:

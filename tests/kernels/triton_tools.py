@@ -8,8 +8,14 @@ import sys
 from types import ModuleType
 from typing import Any
 
+import pytest
 import torch
 
+# The interpreter computes on special values with numpy.
+INTERPRETER = [
+    pytest.mark.usefixtures("poisoned_memory"),
+    pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning", "ignore:All-NaN slice:RuntimeWarning"),
+]
 MODULES = tuple(f"ppo_ops.kernels.triton{part}" for part in ("_tile", "_stats", "_entries", "_grad", ""))
 
 
