@@ -1,59 +1,20 @@
-"""Promises that no comparison with a reference shows: exact zeros, NaN that stays in its row, the same bits."""
+"""Promises that no comparison with a reference shows: exact zeros, and NaN that stays in its row."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from torch import Tensor
 
 import ppo_ops
 from tests import cases, oracle
 from tests.cases import Case
-from tests.oracle import Results
+from tests.ops.numerics_tools import assert_part, part_of, run, run_unit, run_with
 from tests.tolerances import assert_exact, assert_same_bits
 
 INF, NAN = math.inf, math.nan
-
-
-def _run(case: Case) -> Results:
-    return oracle.run(ppo_ops.logprob_entropy, case)
-
-
-def _part(case: Case, rows: slice) -> Case:
-    """Some rows of a case, by the first dimension."""
-    temperature, mask = case.temperature, case.keep_mask
-    if isinstance(temperature, Tensor) and temperature.dim():
-        temperature = temperature[rows]
-    mask = None if mask is None else mask[rows]
-    return dataclasses.replace(
-        case, logits=case.logits[rows], target=case.target[rows], keep_mask=mask, temperature=temperature
-    )
-
-
-def _with_gradient(case: Case, a: Tensor, b: Tensor, function: Callable[..., tuple[Tensor, Tensor]]) -> Results:
-    logits = case.logits.detach().requires_grad_()
-    outputs = function(logits, case.target, case.keep_mask, **case.options())
-    (grad,) = torch.autograd.grad(outputs, logits, (a, b))
-    return Results(outputs[0].detach(), outputs[1].detach(), grad)
-
-
-def _ours(case: Case, a: Tensor, b: Tensor) -> Results:
-    return _with_gradient(case, a, b, ppo_ops.logprob_entropy)
-
-
-def _assert_part(whole: Results, part: Results, rows: slice) -> None:
-    for all_rows, some in zip(whole, part, strict=True):
-        assert_same_bits(all_rows[rows], some)
-
-
-def _unit(case: Case) -> Results:
-    """Upstream gradients of 1 and -1/2, the same in any part of a case."""
-    ones = torch.ones(case.target.shape, dtype=torch.float64 if case.logits.dtype == torch.float64 else torch.float32)
-    return _ours(case, ones, -ones / 2)
 
 
 # ---- offsets ----
@@ -69,7 +30,7 @@ def test_a_common_offset_changes_no_bit(kernels: str, offset: float, masked: boo
     target = torch.tensor([1, 2, 998])
     mask = torch.rand(3, 1000, generator=source) < 0.3 if masked else None
     case = Case("offset", logits, target, mask, temperature=8.0)
-    for actual, expected in zip(_run(dataclasses.replace(case, logits=logits + offset)), _run(case), strict=True):
+    for actual, expected in zip(run(dataclasses.replace(case, logits=logits + offset)), run(case), strict=True):
         assert_same_bits(actual, expected)
 
 
@@ -82,10 +43,10 @@ POISON = {"nan": NAN, "plus_inf": INF}
 @pytest.mark.parametrize("poison", POISON)
 def test_a_poisoned_row_is_nan_and_its_neighbours_are_not(kernels: str, poison: str, place: int | str) -> None:
     case = cases.random_case("poisoned", 5, 129)
-    clean = _run(case)
+    clean = run(case)
     logits = case.logits.clone()
     logits[2, slice(None) if place == "everywhere" else place] = POISON[poison]
-    results = _run(dataclasses.replace(case, logits=logits))
+    results = run(dataclasses.replace(case, logits=logits))
     for name in ("log_prob", "entropy", "grad_logits"):
         dirty, expected = getattr(results, name), getattr(clean, name)
         assert dirty[2].isnan().all(), name
@@ -95,10 +56,10 @@ def test_a_poisoned_row_is_nan_and_its_neighbours_are_not(kernels: str, poison: 
 
 def test_a_row_of_minus_inf_is_nan(kernels: str) -> None:
     case = cases.random_case("impossible", 3, cases.WIDE)
-    clean = _run(case)
+    clean = run(case)
     logits = case.logits.clone()
     logits[1] = -INF
-    results = _run(dataclasses.replace(case, logits=logits))
+    results = run(dataclasses.replace(case, logits=logits))
     assert results.log_prob[1].isnan()
     assert results.entropy[1].isnan()
     assert results.grad_logits[1].isnan().all()
@@ -144,8 +105,8 @@ def test_a_zero_upstream_gradient_gives_an_exactly_zero_row(kernels: str, which:
         a[[4, 5]], b[[4, 5]] = 1.0, -1.0
         clean = Case("clean", logits[4:], target[4:], None if mask is None else mask[4:], temperature=0.5)
         if which == "both":
-            grad = _ours(case, a, b).grad_logits
-            expected = _ours(clean, a[4:], b[4:]).grad_logits
+            grad = run_with(case, a, b).grad_logits
+            expected = run_with(clean, a[4:], b[4:]).grad_logits
         else:
             leaves = [c.logits.detach().requires_grad_() for c in (case, clean)]
             index = ("log_prob", "entropy").index(which)
@@ -167,7 +128,7 @@ def test_a_nan_entropy_does_not_reach_a_log_prob_gradient_beside_it(kernels: str
     dirty = dataclasses.replace(case, logits=case.logits.clone())
     dirty.logits[0, 50] = NAN
     a, b = torch.tensor([1.0, 1.0]), torch.tensor([0.0, 1.0])
-    assert_exact(_ours(dirty, a, b).grad_logits, _ours(case, a, b).grad_logits)
+    assert_exact(run_with(dirty, a, b).grad_logits, run_with(case, a, b).grad_logits)
 
 
 def test_ignored_rows_are_zero_and_are_not_read(kernels: str) -> None:
@@ -178,10 +139,10 @@ def test_ignored_rows_are_zero_and_are_not_read(kernels: str) -> None:
         for mask in (None, cases.random_mask("ignored", 5, 129)):
             for temperature in (1.0, torch.full((5,), 0.7)):
                 given = dataclasses.replace(case, keep_mask=mask, temperature=temperature)
-                results = _unit(given)
+                results = run_unit(given)
                 for rows in results:
                     assert_exact(rows[::2], torch.zeros_like(rows[::2]))
-                _assert_part(results, _unit(_part(given, slice(1, 2))), slice(1, 2))
+                assert_part(results, run_unit(part_of(given, slice(1, 2))), slice(1, 2))
 
 
 def test_an_unsigned_target_is_not_mistaken_for_a_negative_ignore_index(kernels: str) -> None:
@@ -199,7 +160,7 @@ def test_one_token(kernels: str) -> None:
     """V = 1: certain, whatever the logit."""
     case = Case("one", torch.tensor([[3.0], [-1e30], [1e8]]), torch.zeros(3, dtype=torch.int64))
     for mask in (None, torch.zeros(3, 1, dtype=torch.bool)):
-        for result in _run(dataclasses.replace(case, keep_mask=mask)):
+        for result in run(dataclasses.replace(case, keep_mask=mask)):
             assert_exact(result, torch.zeros_like(result))
 
 
@@ -209,7 +170,7 @@ def test_constructed_values_are_exact(kernels: str) -> None:
         logits = torch.full((1, columns), -INF)
         logits[0, [0, -1]] = 7.0
         case = Case("halves", logits, torch.tensor([columns - 1]))
-        results = _ours(case, torch.ones(1), torch.zeros(1))
+        results = run_with(case, torch.ones(1), torch.zeros(1))
         log2 = torch.tensor([2.0]).log()
         assert_exact(results.log_prob, -log2)
         assert_exact(results.entropy, log2)
@@ -234,7 +195,7 @@ def test_the_target_of_a_confident_row_keeps_its_gradient(kernels: str) -> None:
     for dtype in (torch.bfloat16, torch.float16):
         logits = torch.zeros(1, 1000, dtype=dtype)
         logits[0, 0] = 13.75
-        results = _ours(Case("confident", logits, torch.tensor([0])), torch.ones(1), torch.zeros(1))
+        results = run_with(Case("confident", logits, torch.tensor([0])), torch.ones(1), torch.zeros(1))
         right = oracle.truth(Case("confident", logits, torch.tensor([0]))).log_prob.expm1().neg()
         assert abs(results.grad_logits[0, 0].double() / right - 1).item() < torch.finfo(dtype).eps
 
@@ -263,7 +224,7 @@ def test_probabilities_sum_to_one(kernels: str, name: str, masked: bool) -> None
 @pytest.mark.parametrize("case", cases.generated(), ids=str)
 def test_entropy_and_gradient_rows(kernels: str, case: Case) -> None:
     """Entropy in [0, ln V]; a row of the gradient sums to 0, as adding a constant to the logits changes nothing."""
-    results = _run(case)
+    results = run(case)
     valid = case.logits.shape[-1] if case.vocab_size is None else case.vocab_size
     # Roundings of lse and of the expected logit, each at most ln V + 1.
     slack = 4 * torch.finfo(results.entropy.dtype).eps * (1 + math.log(valid))
@@ -275,172 +236,3 @@ def test_entropy_and_gradient_rows(kernels: str, case: Case) -> None:
     rounding = torch.finfo(case.logits.dtype).eps / 2 * grad.abs() + torch.finfo(case.logits.dtype).smallest_normal
     float32 = 8 * torch.finfo(results.entropy.dtype).eps * scale
     assert (grad.sum(-1).abs() <= (rounding + float32).sum(-1)).all()
-
-
-# ---- same bits ----
-
-SAME = ("257x127", "257x1025", "257x3", "mask_of_257_rows")
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-@pytest.mark.parametrize("name", SAME)
-def test_bits_do_not_depend_on_other_rows_or_chunks(kernels: str, name: str, dtype: torch.dtype) -> None:
-    case = cases.by_name(name)
-    case = dataclasses.replace(case, logits=case.logits.to(dtype), temperature=0.7)
-    whole = _unit(case)
-    for chunk in (1, 2, 7, 64, 256):
-        for start in (0, 1, 100, 256) if chunk < 64 else range(0, 257, chunk):
-            rows = slice(start, start + chunk)
-            _assert_part(whole, _unit(_part(case, rows)), rows)
-    order = torch.randperm(257, generator=cases.generator("order"))
-    shuffled = _unit(
-        dataclasses.replace(
-            case,
-            logits=case.logits[order],
-            target=case.target[order],
-            keep_mask=None if case.keep_mask is None else case.keep_mask[order],
-        )
-    )
-    for all_rows, some in zip(whole, shuffled, strict=True):
-        assert_same_bits(all_rows[order], some)
-
-
-def test_bits_do_not_depend_on_neighbours_that_are_ignored(kernels: str) -> None:
-    """A kernel may take another path when some rows need no work."""
-    case = dataclasses.replace(cases.by_name("257x129"), target=cases.by_name("257x129").target.clone())
-    whole = _unit(case)
-    case.target[::3] = -100
-    some = _unit(case)
-    for rows in (slice(1, None, 3), slice(2, None, 3)):
-        for expected, actual in zip(whole, some, strict=True):
-            assert_same_bits(actual[rows], expected[rows])
-    for result in some:
-        assert not result[::3].any()
-
-
-@pytest.fixture
-def threads() -> Iterator[Callable[[int], None]]:
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
-
-
-@pytest.mark.parametrize("name", ["257x1025", "mask_of_257_rows", "mask_drops_a_block", "3x32000", "1x32000"])
-def test_bits_do_not_depend_on_the_number_of_threads(kernels: str, threads: Callable[[int], None], name: str) -> None:
-    case = cases.by_name(name)
-    results = []
-    for number in (1, 2, 3, 8):
-        threads(number)
-        results.append(_unit(case))
-    for other in results[1:]:
-        for actual, expected in zip(other, results[0], strict=True):
-            assert_same_bits(actual, expected)
-
-
-def test_bits_do_not_depend_on_the_run(kernels: str) -> None:
-    case = cases.by_name("everything")
-    first = _run(case)
-    for _ in range(5):
-        for actual, expected in zip(_run(case), first, strict=True):
-            assert_same_bits(actual, expected)
-
-
-LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
-    "transposed": lambda t: t.t().contiguous().t(),
-    "column_stride_2": lambda t: t.repeat_interleave(2, 1)[:, ::2],
-    "column_stride_3": lambda t: t.repeat_interleave(3, 1)[:, 1::3],
-    "rows_apart": lambda t: torch.nn.functional.pad(t, (0, 7), value=NAN)[:, :-7],
-    "misaligned": lambda t: torch.nn.functional.pad(t, (3, 2), value=NAN)[:, 3:-2],
-    "chunk_of_more_rows": lambda t: torch.cat((t * NAN, t, t * NAN))[len(t) : 2 * len(t)],
-    "one_element_in": lambda t: torch.cat((t.new_tensor([NAN]), t.flatten()))[1:].view_as(t),
-    "every_second_row": lambda t: torch.stack((t, t * NAN), 1).flatten(0, 1)[::2],
-}
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_bits_do_not_depend_on_the_memory_layout(kernels: str, layout: str, dtype: torch.dtype) -> None:
-    for name in ("5 rows", "1 row"):
-        rows = int(name[0])
-        case = cases.random_case("layout" + name, rows, 1025, dtype)
-        mask = cases.random_mask("layout", rows, 1025)
-        for keep in (None, mask):
-            straight = dataclasses.replace(case, keep_mask=keep)
-            laid = dataclasses.replace(straight, logits=LAYOUTS[layout](case.logits))
-            assert torch.equal(laid.logits, case.logits)
-            expected = _unit(straight)
-            for actual, right in zip(_unit(laid), expected, strict=True):
-                assert_same_bits(actual, right)
-            if keep is not None and layout in ("transposed", "column_stride_2"):
-                masked = dataclasses.replace(straight, keep_mask=LAYOUTS[layout](keep))
-                for actual, right in zip(_unit(masked), expected, strict=True):
-                    assert_same_bits(actual, right)
-
-
-def test_bits_do_not_depend_on_the_leading_shape(kernels: str) -> None:
-    case = cases.random_case("shapes", 24, 129, keep_mask=cases.random_mask("shapes", 24, 129))
-    case = dataclasses.replace(case, temperature=torch.linspace(0.5, 2.0, 24))
-    expected = _unit(case)
-    for shape in ((24,), (2, 12), (2, 3, 4), (1, 24), (24, 1), (2, 1, 3, 4)):
-        shaped = dataclasses.replace(
-            case,
-            logits=case.logits.view(*shape, 129),
-            target=case.target.view(shape),
-            keep_mask=case.keep_mask.view(*shape, 129),
-            temperature=case.temperature.view(shape),
-        )
-        for actual, right in zip(_unit(shaped), expected, strict=True):
-            assert_same_bits(actual.reshape(right.shape), right)
-    # Sequence first, as Megatron has it: rows of one sequence are not neighbours in memory.
-    swapped = dataclasses.replace(
-        case,
-        logits=case.logits.view(4, 6, 129).transpose(0, 1),
-        target=case.target.view(4, 6).t(),
-        keep_mask=case.keep_mask.view(4, 6, 129).transpose(0, 1),
-        temperature=case.temperature.view(4, 6).t(),
-    )
-    results = _unit(swapped)
-    for actual, right in zip(results, expected, strict=True):
-        assert_same_bits(actual.transpose(0, 1).reshape(right.shape), right)
-
-
-def test_expanded_logits(kernels: str) -> None:
-    """Stride 0 between rows, and between columns; the gradient has memory of its own."""
-    row = torch.randn(1, 1025, generator=cases.generator("expanded"))
-    for expanded in (row.expand(257, 1025), row[:, :1].expand(257, 129), row[0, 0].expand(3, 7)):
-        target = torch.arange(expanded.shape[0]) % expanded.shape[1]
-        laid, straight = (Case("expanded", x, target) for x in (expanded, expanded.contiguous()))
-        for actual, right in zip(_unit(laid), _unit(straight), strict=True):
-            assert_same_bits(actual, right)
-
-
-@pytest.mark.parametrize("number", [0.3, 1.0, 1.7])
-def test_bits_of_one_temperature_said_in_three_ways(kernels: str, number: float) -> None:
-    case = cases.by_name("mask_of_257_rows")
-    expected = _unit(dataclasses.replace(case, temperature=torch.tensor(number)))
-    for temperature in (number, torch.full((257,), number), torch.tensor(number).expand(257)):
-        for actual, right in zip(_unit(dataclasses.replace(case, temperature=temperature)), expected, strict=True):
-            assert_exact(actual, right)
-
-
-@pytest.mark.parametrize("dtype", cases.INTEGERS, ids=str)
-def test_bits_do_not_depend_on_the_target_dtype(kernels: str, dtype: torch.dtype) -> None:
-    case = cases.random_case("target dtypes", 5, 100)
-    expected = _run(case)
-    for actual, right in zip(_run(dataclasses.replace(case, target=case.target.to(dtype))), expected, strict=True):
-        assert_same_bits(actual, right)
-
-
-def test_rows_more_than_2_31_elements_apart(kernels: str) -> None:
-    """Rows 2^31 elements apart, in memory that is reserved and hardly touched."""
-    stride = 2**31 + 1
-    try:
-        storage = torch.UntypedStorage(2 * (2 * stride + 200))
-    except RuntimeError:
-        pytest.skip("no 8.6 GB of address space")
-    flat = torch.tensor([], dtype=torch.bfloat16).set_(storage)
-    logits = flat.as_strided((3, 129), (stride, 1))
-    case = cases.random_case("far apart", 3, 129, torch.bfloat16)
-    logits.copy_(case.logits)
-    for actual, right in zip(_unit(dataclasses.replace(case, logits=logits)), _unit(case), strict=True):
-        assert_same_bits(actual, right)
