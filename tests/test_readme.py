@@ -54,8 +54,7 @@ def test_two_rank_code_prints_what_it_says_on_both(tmp_path: Path) -> None:
     script.write_text(code)
     (arguments,) = re.findall(r"`torchrun (.*) two_ranks\.py`", README)
     # Started as a module, torchrun is the one of this environment, and a time limit here ends its ranks, too.
-    # Buffered: a line and its end are then one write, between whose parts the other rank cannot write.
-    settings = {"PYTHONPATH": str(Path(ppo_ops.__file__).parents[1]), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": ""}
+    settings = {"PYTHONPATH": str(Path(ppo_ops.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
         [sys.executable, "-m", "torch.distributed.run", *arguments.split(), str(script)],
         stdout=subprocess.PIPE,
@@ -71,7 +70,9 @@ def test_two_rank_code_prints_what_it_says_on_both(tmp_path: Path) -> None:
         pytest.fail(f"torchrun took more than {TIME_LIMIT} s: {printed}{errors}")
     assert process.returncode == 0, errors
     (line,) = promised_output(code)
-    assert printed.splitlines() == [line, line]
+    # torchrun starts Python unbuffered, and one rank's text may come between the other's and its line end.
+    assert printed.replace("\n", "") == line + line
+    assert printed.count("\n") == 2
 
 
 def test_schemas_are_the_registered_ones() -> None:

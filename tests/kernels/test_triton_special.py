@@ -51,28 +51,29 @@ def test_nothing_finite(interpreted: ModuleType, kinds: int, masked: bool) -> No
 
 @pytest.mark.parametrize(("kinds", "masked"), KINDS)
 @pytest.mark.parametrize("bad", [NAN, INF])
-@pytest.mark.parametrize("column", [3, 1499])
-def test_one_bad_logit(interpreted: ModuleType, column: int, bad: float, kinds: int, masked: bool) -> None:
+def test_a_bad_logit_stays_in_its_row(interpreted: ModuleType, bad: float, kinds: int, masked: bool) -> None:
+    """At the start of row 2 and at the end of row 4."""
     stage = make(1500, kinds, masked)
+    places, rows, others = ([2, 4], [3, 1499]), [2, 4], [0, 1, 3, 5]
     if masked:
-        stage.mask[2, column] = True
+        stage.mask[places] = True
     good = stage.stats(interpreted)
-    stage.logits[2, column] = bad
+    stage.logits[places] = bad
     stats = stage.stats(interpreted)
-    assert stats[1, 2].isnan()
+    assert stats[1, rows].isnan().all()
     if kinds == 6:
-        assert stats[5, 2].isnan()
+        assert stats[5, rows].isnan().all()
     if math.isnan(bad):
-        assert stats[0, 2].isnan()
-    others = [0, 1, 3, 4, 5]
+        assert stats[0, rows].isnan().all()
     assert_same_bits(stats[:, others], good[:, others])
     normalizers = normalizers_of(stats)
-    a = torch.tensor([1.0, 1.0, 0.0, 1.0, 1.0, 1.0])
+    a = torch.ones(6)
+    a[rows] = 0.0
     grad = stage.grad(interpreted, normalizers, a, a if kinds > 3 else None)
-    assert (grad[2] == 0).all()
+    assert (grad[rows] == 0).all()
     assert not grad.isnan().any()
-    a[2] = 1.0
-    assert stage.grad(interpreted, normalizers, a, a if kinds > 3 else None)[2].isnan().any()
+    a[rows] = 1.0
+    assert stage.grad(interpreted, normalizers, a, a if kinds > 3 else None)[rows].isnan().any(1).all()
 
 
 @pytest.mark.parametrize("bad", [NAN, INF])
@@ -110,17 +111,16 @@ def test_kept_set_of_minus_inf_and_no_upstream_for_it(interpreted: ModuleType) -
     assert not grad.isnan().any()
 
 
-@pytest.mark.parametrize("offset", [1e6, -1e6, 1e8])
 @pytest.mark.parametrize(("kinds", "masked"), KINDS)
-def test_common_offset_changes_nothing(interpreted: ModuleType, kinds: int, masked: bool, offset: float) -> None:
+def test_common_offset_changes_nothing(interpreted: ModuleType, kinds: int, masked: bool) -> None:
     stage = make(1025, kinds, masked)
     stage.logits[:5, :1025] = (stage.logits[:5, :1025]).round() * 8
-    plain = stage.stats(interpreted)
-    stage.logits[:5, :1025] += offset
-    shifted = stage.stats(interpreted)
-    assert_same_bits(shifted[[1, *range(3, kinds)]][:1], plain[[1, *range(3, kinds)]][:1])
-    for row in {3, 5} & set(range(kinds)):
-        assert_same_bits(shifted[row], plain[row])
+    straight, plain = stage.logits.clone(), stage.stats(interpreted)
+    for offset in (1e6, -1e6, 1e8):
+        stage.logits[:5, :1025] = straight[:5, :1025] + offset
+        shifted = stage.stats(interpreted)
+        for row in {1, 3, 5} & set(range(kinds)):
+            assert_same_bits(shifted[row], plain[row])
 
 
 @pytest.mark.parametrize("gap", [30.0, 90.0, 500.0, 3e4])
