@@ -73,8 +73,8 @@ def _needs_conversion(keep_ids: Any, keep_offsets: Tensor | None) -> bool:
     return keep_offsets is None or not isinstance(keep_ids, Tensor) or keep_ids.is_nested
 
 
-def _plain(name: str, tensor: Tensor | None) -> None:
-    if tensor is not None and not isinstance(tensor, Tensor):
+def _plain(name: str, tensor: Tensor) -> None:
+    if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(tensor)}")
 
 

@@ -30,6 +30,13 @@ def set_workspace_bytes(number: int = _chunked.DEFAULT_WORKSPACE_BYTES) -> None:
     _chunked.set_workspace_bytes(int(number))
 
 
+def _plain_layer(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None) -> None:
+    for name, tensor in (("hidden", hidden), ("weight", weight), ("target", target)):
+        _plain(name, tensor)
+    if bias is not None:
+        _plain("bias", bias)
+
+
 def linear_logprob_entropy(
     hidden: Tensor,
     weight: Tensor,
@@ -102,8 +109,7 @@ def linear_logprob_entropy(
     Source:
         Chunked output layers as in arXiv:2410.10989; the row kernels of `logprob_entropy`.
     """
-    for name, tensor in (("hidden", hidden), ("weight", weight), ("target", target), ("bias", bias)):
-        _plain(name, tensor)
+    _plain_layer(hidden, weight, target, bias)
     options = {
         "temperature": _temperature_tensor(temperature, hidden),
         "ignore_index": ignore_index,
@@ -167,8 +173,7 @@ def linear_logprob(
     Source:
         As `linear_logprob_entropy`.
     """
-    for name, tensor in (("hidden", hidden), ("weight", weight), ("target", target), ("bias", bias)):
-        _plain(name, tensor)
+    _plain_layer(hidden, weight, target, bias)
     if keep_ids is not None and _needs_conversion(keep_ids, keep_offsets):
         keep_ids, keep_offsets = as_tensors(keep_ids, keep_offsets, target)
     return _LOGPROB(  # type: ignore[no-any-return]

@@ -11,6 +11,7 @@ from torch.library import opcheck
 
 import ppo_ops
 from ppo_ops import reference
+from ppo_ops.multi_target import _totals
 from tests.tolerances import assert_exact, assert_fp64
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -162,3 +163,13 @@ def test_compiled_for_any_number_of_rows() -> None:
         ours, eager = function(logits, target), ppo_ops.logprob(logits, target)
         assert_exact(ours, eager)
         assert_exact(*(torch.autograd.grad(x.sum(), logits)[0] for x in (ours, eager)))
+
+
+@pytest.mark.parametrize("places", [1, 2, 3, 5, 8, 13])
+def test_equal_ids_share_their_sum(places: int) -> None:
+    """Sums of whole numbers, so that any order gives the same: each place of an id gets the id's total."""
+    source = torch.Generator().manual_seed(places)
+    ids = torch.randint(4, (50, places), generator=source)
+    grad = torch.randint(-9, 10, ids.shape, generator=source).double()
+    expected = ((ids.unsqueeze(2) == ids.unsqueeze(1)) * grad.unsqueeze(1)).sum(2)
+    assert_exact(_totals(ids, grad), expected)

@@ -45,7 +45,7 @@ def entries(
     position = torch.arange(number, device=device)
     row = (torch.searchsorted(offsets, position, right=True) - 1).clamp(0, max(rows - 1, 0))
     sizes = offsets.diff()
-    broken = ((offsets[:1] != 0) | (offsets[-1:] != number) | (sizes < 0).any()).expand(rows)
+    broken = ((offsets[:1] != 0) | (offsets[-1:] != number) | (offsets[1:] < offsets[:-1]).any()).expand(rows)
     wrong_id = (ids < 0) if end is None else (ids < 0) | (ids >= end)
     broken = broken | torch.zeros_like(broken).index_put((row,), wrong_id, accumulate=True)
 

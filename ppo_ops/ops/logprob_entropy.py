@@ -88,9 +88,9 @@ def _call_core(logits: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 # Dispatch keys of a tensor of the CPU that nothing wraps, made outside and inside of inference mode.
-_PLAIN_KEYS = {torch._C._dispatch_keys(torch.empty(0)).raw_repr()}
+_PLAIN_KEYS = {torch._C._dispatch_keys(torch.empty(0, device="cpu")).raw_repr()}
 with torch.inference_mode():
-    _PLAIN_KEYS.add(torch._C._dispatch_keys(torch.empty(0)).raw_repr())
+    _PLAIN_KEYS.add(torch._C._dispatch_keys(torch.empty(0, device="cpu")).raw_repr())
 
 
 def goes_straight_to_cpu(*args: Any) -> bool:

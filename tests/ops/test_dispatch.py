@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 from unittest import mock
 
@@ -63,6 +65,19 @@ def test_what_goes_straight() -> None:
     with Recorder():
         assert not goes_straight_to_cpu(LOGITS)
     torch.vmap(lambda row: pytest.fail("took it") if goes_straight_to_cpu(row) else row)(LOGITS)
+
+
+def test_an_import_under_another_default_device() -> None:
+    """Tensors of that device do not go straight to the CPU's kernels."""
+    code = (
+        "import torch\n"
+        "with torch.device('meta'):\n"
+        "    import ppo_ops\n"
+        "    print(ppo_ops.logprob(torch.empty(2, 4), torch.empty(2, dtype=torch.int64)).device)\n"
+        "print(ppo_ops.logprob(torch.zeros(1, 4), torch.tensor([1])))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout.splitlines()) == (0, ["meta", "tensor([-1.3863])"]), done.stderr
 
 
 def test_a_traced_graph_holds_the_operator() -> None:

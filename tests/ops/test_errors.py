@@ -231,3 +231,19 @@ def test_an_error_leaves_nothing_behind() -> None:
         log_prob, entropy = ppo_ops.logprob_entropy(LOGITS, TARGET)
         assert log_prob.isfinite().all()
         assert entropy.isfinite().all()
+
+
+@pytest.mark.parametrize("wrong", [None, [0, 1]], ids=["None", "list"])
+def test_what_is_no_tensor_is_named(wrong: object) -> None:
+    logits, target, weight = torch.zeros(2, 4), torch.zeros(2, dtype=torch.int64), torch.zeros(3, 4)
+    for function in (ppo_ops.logprob, ppo_ops.logprob_entropy):
+        with pytest.raises(TypeError, match="logits must be a tensor, got"):
+            function(wrong, target)
+        with pytest.raises(TypeError, match="target must be a tensor, got"):
+            function(logits, wrong)
+    for function in (ppo_ops.linear_logprob, ppo_ops.linear_logprob_entropy):
+        for name, place in (("hidden", 0), ("weight", 1), ("target", 2)):
+            arguments = [logits, weight, target]
+            arguments[place] = wrong
+            with pytest.raises(TypeError, match=f"{name} must be a tensor, got"):
+                function(*arguments)

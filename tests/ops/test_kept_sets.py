@@ -8,7 +8,7 @@ from torch import Tensor
 
 import ppo_ops
 from ppo_ops import reference
-from ppo_ops.kernels import aten, cpu
+from ppo_ops.kernels import aten, cpu, kept
 from tests import cases
 from tests.tolerances import assert_same_bits
 
@@ -235,3 +235,15 @@ def test_offsets_whose_differences_wrap(dtype: torch.dtype) -> None:
     offsets = torch.tensor([0, most, -2, 3], dtype=dtype)
     with pytest.raises(ValueError, match=f"keep_offsets must not decrease, got {most} and then -2 for row 1"):
         ppo_ops.logprob(torch.zeros(3, 7), torch.zeros(3).long(), keep_ids=torch.arange(3), keep_offsets=offsets)
+
+
+@pytest.mark.parametrize("offsets", [[0, 2**63 - 1, -2, 3], [0, 2, 1, 3], [1, 2, 3, 3], [0, 1, 2, 2]])
+def test_wrong_offsets_spoil_all_rows_where_they_cannot_raise(offsets: list[int]) -> None:
+    """The first ones' differences wrap to positive numbers."""
+    place = {"ignore_index": -100, "start": 0, "columns": 4, "end": 4}
+    found = kept.entries(torch.zeros(3, dtype=torch.int64), torch.tensor([0, 1, 2]), torch.tensor(offsets), **place)
+    assert found.broken.all()
+    right = kept.entries(
+        torch.zeros(3, dtype=torch.int64), torch.tensor([0, 1, 2]), torch.tensor([0, 1, 1, 3]), **place
+    )
+    assert not right.broken.any()
