@@ -13,6 +13,15 @@ Note [Chunks without a rank]
     empty ones behind it. A full rank's first column is rank * width, which kernels work out when they run. The rest
     ends where the vocabulary ends, so it begins at V - width. Both follow from sizes that all ranks of the same width
     share, hence a graph never holds a rank's number (Note [No rank in a graph] in `ops/groups.py`).
+
+Note [DTensors that torch does not compile]
+    Under `torch.compile` three things fail with an error, with `logits.log_softmax(-1).mean()` as with this library:
+    - Two compilations in one process whose meshes are equal but not one object, as two times `mesh["tp"]` (torch 2.13,
+      2.14; "Node tangents_2 was invalid"). Slice a mesh once, or let the compiled function return plain tensors.
+    - A sharded dimension that changes its size from call to call and is not always divisible ("invalid gradient").
+      Rows may change where they divide, or are not sharded.
+    - `fullgraph=True` around a call of a module that FSDP2 wraps: its hooks are not traced. Compile the loss, or that
+      module itself, with the loss in its `forward`.
 """
 
 from __future__ import annotations

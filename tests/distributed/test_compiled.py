@@ -6,9 +6,11 @@ in a graph] in `ppo_ops/ops/groups.py`). A rank number in it would show only in 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -115,9 +117,15 @@ def test_a_warm_cache_gives_each_rank_its_own_gradient(cache: Path, cold: dict[s
     _check(_case(2), replies)
 
 
-def test_a_cache_of_two_ranks_never_makes_a_wrong_number_on_four(cache: Path, cold: dict[str, list[Reply]]) -> None:
-    with Pool(4, {"TORCHINDUCTOR_CACHE_DIR": str(cache)}) as pool:
-        replies = pool.run(_compiled, "process_group", size=4, timeout=SLOW)
+def _compiled_with_cache(group: ProcessGroup, cache: str, how: str) -> Reply:
+    with mock.patch.dict(os.environ, {"TORCHINDUCTOR_CACHE_DIR": cache}):
+        return _compiled(group, how)
+
+
+def test_a_cache_of_two_ranks_never_makes_a_wrong_number_on_four(
+    ranks: Pool, cache: Path, cold: dict[str, list[Reply]]
+) -> None:
+    replies = ranks.run(_compiled_with_cache, str(cache), "process_group", size=4, timeout=SLOW)
     assert {reply.group_name for reply in replies} == {cold["process_group"][0].group_name}
     if any(reply.error for reply in replies):
         for reply in replies:  # all of them: a rank that went on alone would wait for the others
