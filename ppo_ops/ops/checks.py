@@ -155,10 +155,9 @@ def _check_temperature(temperature: Tensor, like: Tensor, target: Tensor, of: st
 
 def check_no_grad(temperature: object) -> None:
     """Raise `ValueError` for a temperature that would get a gradient. Below autograd no gradient is seen any more."""
-    torch._check_value(
-        not (isinstance(temperature, Tensor) and temperature.requires_grad and torch.is_grad_enabled()),
-        lambda: "temperature must not require grad: its gradient is not computed; pass temperature.detach()",
-    )
+    # Not `torch._check_value`: Dynamo of torch 2.11 meets this outside an operator, and cannot trace its lambda.
+    if isinstance(temperature, Tensor) and temperature.requires_grad and torch.is_grad_enabled():
+        raise ValueError("temperature must not require grad: its gradient is not computed; pass temperature.detach()")
 
 
 def check_logits(
