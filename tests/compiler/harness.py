@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+from torch._inductor.cpu_vec_isa import pick_vec_isa
+
+
+@contextlib.contextmanager
+def compile_cache(folder: str) -> Iterator[None]:
+    """Compiled graphs and code are kept in `folder`.
+
+    What the machine's vector instructions are stays where Inductor keeps it: it takes ten seconds to find out.
+    """
+    pick_vec_isa()
+    with mock.patch.dict(os.environ, {"TORCHINDUCTOR_CACHE_DIR": folder}):
+        yield
 
 
 class InductorGraphs:

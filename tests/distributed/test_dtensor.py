@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -149,10 +150,12 @@ def test_an_empty_batch_shard(ranks: Pool) -> None:
     _check("batch_and_vocabulary", 7, replies, 1)
 
 
-@pytest.mark.parametrize("columns", COLUMNS)
-@pytest.mark.parametrize("layout", ["two", "replicated"])
+@pytest.mark.parametrize(
+    ("layout", "columns"),
+    [*itertools.product(("two", "replicated"), COLUMNS), ("four", 7), ("batch_and_vocabulary", 5)],
+)
 def test_compiled(ranks: Pool, layout: str, columns: int) -> None:
-    """Two ranks; `test_dtensor_compiled.py` has four, and Inductor."""
+    """`test_dtensor_compiled.py` has Inductor, and the other columns on four ranks."""
     size = LAYOUTS[layout][0]
     replies = ranks.run(_run, layout, columns, columns == 7, "aot_eager", size=size, timeout=SLOW)
     _check(layout, columns, replies)
