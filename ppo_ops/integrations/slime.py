@@ -226,7 +226,8 @@ def _kept_rows(
         if len(given) != len(rows):
             raise ValueError(f"{name} must be {len(rows)}, as total_lengths, got {len(given)}")
     flat = [_on_cpu(sample) for sample in ids]
-    sizes, unsampled = torch.zeros(size + 1, dtype=torch.int64), torch.zeros(size, dtype=torch.bool)
+    sizes = torch.zeros(size + 1, dtype=torch.int64, device="cpu")
+    unsampled = torch.zeros(size, dtype=torch.bool, device="cpu")
     for sample, (row, given) in enumerate(zip(rows, offsets, strict=True)):
         begins = _on_cpu(given)
         found = begins.diff()

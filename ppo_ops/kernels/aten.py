@@ -70,7 +70,7 @@ class _Buffers:
     """Views of one flat buffer as contiguous blocks of any size up to `BLOCK_ELEMENTS`."""
 
     def __init__(self, elements: int, copies: int, dtype: torch.dtype) -> None:
-        self.flat = torch.empty(copies * elements, dtype=dtype)
+        self.flat = torch.empty(copies * elements, dtype=dtype, device="cpu")
         self.copies = copies
 
     def block(self, rows: int, columns: int) -> Tensor:
@@ -141,7 +141,7 @@ def vocab_stats(
     scratch = _Buffers(block_rows * width, 2, stats.dtype)
     inverse = _inverse(temperature, rows, stats.dtype)
     ignored = target == ignore_index
-    numbers = torch.arange(rows)
+    numbers = torch.arange(rows, device="cpu")
     stats.zero_()
     stats[1::4] = 1.0
     for chosen in _row_blocks(~ignored, block_rows):
@@ -207,7 +207,7 @@ def logits_grad(
     buffer = _Buffers(block_rows * width, 1, dtype)
     scratch = _Buffers(block_rows * width, 2, dtype)
     inverse = _inverse(temperature, rows, dtype)
-    zeros = torch.zeros((), dtype=dtype).expand(rows)
+    zeros = torch.zeros((), dtype=dtype, device="cpu").expand(rows)
     a = zeros if grad_log_prob is None else grad_log_prob
     b = zeros if grad_entropy is None else grad_entropy
     active = (target != ignore_index) & ((a != 0) | (b != 0))

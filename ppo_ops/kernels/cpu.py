@@ -107,18 +107,13 @@ def _blocks(logits: Tensor, keep_offsets: Tensor) -> Iterator[tuple[slice, Tenso
     """(Rows, their logits ``[n, V_local]``): all rows in order, at most `ENTRIES` kept ids or one row at a time."""
     for rows, matrix, _ in launch.matrices(logits, None):
         # A row has its kept ids and its target.
-        entries = keep_offsets[rows.start : rows.stop + 1] + torch.arange(len(matrix) + 1)
+        entries = keep_offsets[rows.start : rows.stop + 1] + torch.arange(len(matrix) + 1, device="cpu")
         first = 0
         while first < len(matrix):
             stop = int(torch.searchsorted(entries, entries[first] + ENTRIES, right=True)) - 1
             stop = min(max(stop, first + 1), len(matrix))
             yield slice(rows.start + first, rows.start + stop), matrix[first:stop]
             first = stop
-
-
-def _sets_of(rows: slice, keep_ids: Tensor, keep_offsets: Tensor) -> tuple[Tensor, Tensor]:
-    offsets = keep_offsets[rows.start : rows.stop + 1]
-    return keep_ids[int(offsets[0]) : int(offsets[-1])], offsets - offsets[0]
 
 
 def kept_vocab_stats(
@@ -137,7 +132,7 @@ def kept_vocab_stats(
     where = {"ignore_index": ignore_index, "vocab_start": vocab_start, "columns": columns}
     if not _native_serves(logits):
         for rows, matrix in _blocks(logits, keep_offsets):
-            sets = _sets_of(rows, keep_ids, keep_offsets)
+            sets = kept.sets_of(rows, keep_ids, keep_offsets)
             numbers = (launch.rows_of(temperature, rows), stats[:, rows])
             kept.vocab_stats(vocab_stats, matrix, target[rows], *sets, *numbers, vocab_end, *where.values())
         return
@@ -167,7 +162,7 @@ def kept_logits_grad(
     gradients = launch.as_matrix(grad_logits)
     if not _native_serves(logits):
         for rows, matrix in _blocks(logits, keep_offsets):
-            sets = _sets_of(rows, keep_ids, keep_offsets)
+            sets = kept.sets_of(rows, keep_ids, keep_offsets)
             row_upstream = [None if grad is None else grad[rows] for grad in upstream]
             numbers = (launch.rows_of(temperature, rows), normalizers[:, rows], *row_upstream)
             kept.logits_grad(logits_grad, matrix, target[rows], *sets, *numbers, gradients[rows], *where.values())

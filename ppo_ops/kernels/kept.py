@@ -63,6 +63,12 @@ def entries(
     return Entries(row, column, held, held & first, row_offsets, restricted, broken)
 
 
+def sets_of(rows: slice, keep_ids: Tensor, keep_offsets: Tensor) -> tuple[Tensor, Tensor]:
+    """The ids and offsets of some adjacent rows, read on the host."""
+    offsets = keep_offsets[rows.start : rows.stop + 1]
+    return keep_ids[int(offsets[0]) : int(offsets[-1])], offsets - offsets[0]
+
+
 def _place(row: Tensor, shape: torch.Size) -> tuple[Tensor, ...]:
     """`torch.unravel_index` for rows, without its copy of the shape to the device, which waits for the device."""
     if len(shape) == 1:

@@ -20,6 +20,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ppo_ops.kernels import kept
+
 Chunk = slice | Tensor
 
 
@@ -90,12 +92,11 @@ def _sets(rows: Rows, chunk: Chunk) -> tuple[Tensor, Tensor]:
     assert ids is not None
     assert offsets is not None
     if isinstance(chunk, slice):
-        part = offsets[chunk.start : chunk.stop + 1]
-        return ids[int(part[0]) : int(part[-1])], part - part[0]
+        return kept.sets_of(chunk, ids, offsets)
     offsets = offsets.to(torch.int64)
     first, sizes = offsets[chunk], offsets.diff()[chunk]
     part = pad(sizes.cumsum(0), (1, 0))
-    place = torch.arange(int(part[-1])) + (first - part[:-1]).repeat_interleave(sizes)
+    place = torch.arange(int(part[-1]), device=part.device) + (first - part[:-1]).repeat_interleave(sizes)
     return ids[place], part
 
 

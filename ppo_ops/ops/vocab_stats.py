@@ -109,6 +109,22 @@ def check_keep_sets(keep_ids: Tensor, keep_offsets: Tensor, where: Shard) -> Non
         raise IndexError(f"keep_ids must be in {bounds}, got {int(keep_ids[place])} at position {place}")
 
 
+def _check_values(
+    target: Tensor,
+    temperature: Tensor | None,
+    keep_ids: Tensor | None,
+    keep_offsets: Tensor | None,
+    ignore_index: int,
+    where: Shard,
+) -> None:
+    """The first fault of several is the same whichever way a call takes."""
+    check_target(target, ignore_index, where)
+    if temperature is not None:
+        check_temperature_values(temperature)
+    if keep_ids is not None and keep_offsets is not None:
+        check_keep_sets(keep_ids, keep_offsets, where)
+
+
 @REGISTRY.impl("_vocab_stats", "CPU")
 def vocab_stats_cpu(
     logits: Tensor,
@@ -126,12 +142,8 @@ def vocab_stats_cpu(
 ) -> Tensor:
     where = shard(logits, vocab_size, vocab_start, group_name, group_size)
     flat_target = flat_int64(target)
-    check_target(flat_target, ignore_index, where)
-    if temperature is not None:
-        temperature = temperature.reshape(-1)
-        check_temperature_values(temperature)
-    if keep_ids is not None and keep_offsets is not None:
-        check_keep_sets(keep_ids, keep_offsets, where)
+    temperature = None if temperature is None else temperature.reshape(-1)
+    _check_values(flat_target, temperature, keep_ids, keep_offsets, ignore_index, where)
     return _run(
         cpu, logits, flat_target, keep_mask, temperature, ignore_index, where, with_entropy, keep_ids, keep_offsets
     )
@@ -156,12 +168,9 @@ def one_rank_cpu(
     """
     where = shard(logits, vocab_size, vocab_start, group_name, 1)
     flat_target = flat_int64(target)
-    if temperature is not None:
-        temperature = temperature.reshape(-1)
-        check_temperature_values(temperature)
-    if keep_ids is not None and keep_offsets is not None:
-        check_target(flat_target, ignore_index, where)  # the first fault of several is the same everywhere
-        check_keep_sets(keep_ids, keep_offsets, where)
+    temperature = None if temperature is None else temperature.reshape(-1)
+    if temperature is not None or keep_offsets is not None:  # else targets are all there is, and the kernels check them
+        _check_values(flat_target, temperature, keep_ids, keep_offsets, ignore_index, where)
     # Not `new_empty`, which takes 2 us instead of 1 (torch 2.13).
     kinds = stats_per_row(keep_mask if keep_offsets is None else keep_offsets, with_entropy)
     stats = torch.empty((kinds, flat_target.shape[0]), dtype=torch.float32, device=logits.device)

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import ppo_ops
 from ppo_ops.kernels import cpu
 from ppo_ops.ops.logprob_entropy import goes_straight_to_cpu
+from tests.tolerances import assert_same_bits
 
 LOGITS = torch.tensor([[2.0, 1.0, -torch.inf, 0.5], [0.0, 3.0, -1.0, 1e4], [0.0, 1.0, 2.0, 3.0]])
 TARGET = torch.tensor([0, 3, -100])
@@ -78,6 +79,30 @@ def test_an_import_under_another_default_device() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout.splitlines()) == (0, ["meta", "tensor([-1.3863])"]), done.stderr
+
+
+def test_another_default_device_changes_nothing(kernels: str) -> None:
+    logits, target = torch.randn(9, 1025, generator=torch.Generator().manual_seed(0)), torch.arange(9) * 100
+    target[4] = -100
+    ids, offsets = torch.arange(90, dtype=torch.int32) * 11 % 1025, torch.arange(10) * 10
+    weight, hidden = torch.linspace(-1, 1, 50).view(10, 5), torch.linspace(-1, 2, 45).view(9, 5)
+    few = {"keep_ids": ids % 10, "keep_offsets": offsets}
+
+    def everything(dtype: torch.dtype) -> list[Tensor]:
+        x = logits.to(dtype).requires_grad_()
+        outputs = [*ppo_ops.logprob_entropy(x, target, logits > 0, temperature=0.7)]
+        outputs += ppo_ops.logprob_entropy(x, target, keep_ids=ids, keep_offsets=offsets)
+        outputs += [ppo_ops.logprob(x, target.unsqueeze(1).expand(9, 3)), ppo_ops.sum_squared_probs(x)]
+        outputs += [ppo_ops.vocab_parallel_topk(x, 3)[1]]
+        grads = [torch.autograd.grad(out, x, torch.ones_like(out), retain_graph=True)[0] for out in outputs]
+        return [*outputs, *grads, *ppo_ops.linear_logprob_entropy(hidden, weight, target % 10, **few)]
+
+    for dtype in (torch.float32, torch.float64):
+        expected = everything(dtype)
+        with torch.device("meta"):
+            found = everything(dtype)
+        for ours, right in zip(found, expected, strict=True):
+            assert_same_bits(ours.detach(), right.detach())
 
 
 def test_a_traced_graph_holds_the_operator() -> None:

@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
 import ppo_ops
+from ppo_ops.kernels import cpu
 
 LOGITS = torch.zeros(2, 5)
 TARGET = torch.tensor([1, 4])
@@ -247,3 +248,18 @@ def test_what_is_no_tensor_is_named(wrong: object) -> None:
             arguments[place] = wrong
             with pytest.raises(TypeError, match=f"{name} must be a tensor, got"):
                 function(*arguments)
+
+
+@pytest.mark.parametrize("way", ["short", "long"])
+def test_the_first_fault_of_several(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Targets, temperatures, kept sets, whichever way past the dispatcher a call takes."""
+    if way == "long":
+        monkeypatch.setattr(cpu, "finishes", lambda *_: False)
+    logits, target, temperature = torch.zeros(2, 4), torch.tensor([0, 4]), torch.tensor([1.0, 0.0])
+    kept = {"keep_ids": torch.tensor([9]), "keep_offsets": torch.tensor([0, 1, 1])}
+    with pytest.raises(IndexError, match="target must be in"):
+        ppo_ops.logprob(logits, target, temperature=temperature, **kept)
+    with pytest.raises(ValueError, match="temperature must be > 0"):
+        ppo_ops.logprob(logits, target % 4, temperature=temperature, **kept)
+    with pytest.raises(IndexError, match="keep_ids must be in"):
+        ppo_ops.logprob(logits, target % 4, **kept)
