@@ -163,7 +163,7 @@ def timings(options: argparse.Namespace) -> list[Row]:
     """Forward and backward of every provider; fewer rounds where there are many rows."""
     found = []
     for dtype in (torch.float32, torch.bfloat16):
-        for rows in options.rows if dtype == torch.float32 else options.rows[:2]:
+        for rows in options.rows:
             inputs = Inputs(rows, options.hidden, options.vocab, dtype)
             runs = {name: partial(_timed, inputs, provider) for name, provider in providers().items()}
             work = 8 * rows * options.hidden * options.vocab
