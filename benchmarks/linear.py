@@ -195,10 +195,11 @@ def gemm(options: argparse.Namespace) -> list[Row]:
         inputs = Inputs(rows, hidden, min(vocab, 8 * options.vocab), torch.float32)
         runs = {"ours": partial(_timed, inputs, ppo_ops.linear_logprob_entropy), "bare": partial(_bare, inputs)}
         _interleaved(runs, 1)
-        result = _interleaved(runs, options.rounds or 7)
+        rounds = options.rounds or 7
+        result = _interleaved(runs, rounds)
         ratio = sum(result["ours"]) / sum(result["bare"])
         row = {"rows": rows, "hidden": hidden, "vocab": len(inputs.weight), "ratio": ratio, "ok": ratio <= GEMM_BOUND}
-        found.append({**row, **{f"{name}_s": seconds for name, seconds in result.items()}})
+        found.append({**row, "rounds": rounds, **{f"{name}_s": seconds for name, seconds in result.items()}})
         print(json.dumps(found[-1]), flush=True)
     return found
 
